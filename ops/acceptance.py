@@ -85,13 +85,15 @@ def steps(device: str, out: Path, *, is_quick: bool) -> Iterator[Step]:
         "doctor with parity", 200, (*doctor, "--acceptance", "--bundle", bundle, *quick,
         "--timeout-s", "60"),
     )  # fmt: skip
-    served = (*bench, "device", "--backend", device, "--seconds", seconds, "--json")
-    yield Step("served, against FastAPI", 120, served)
+    ranks = (*bench, "device", "--backend", device, "--seconds", seconds, "--json", "--only")
+    yield Step("served, against FastAPI", 120, (*ranks, "served"))
     tests = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-n", "0")
     yield Step("tests of the device", 150, (*tests, *TESTS[device]))
     if device != "cpu":
         kernels = (*bench, "kernels", "--device", device, "--seconds", seconds, "--json")
         yield Step("ops, against torch's", 90, kernels)
+    if not is_quick:
+        yield Step("full inference, against torch.compile", 120, (*ranks, "compiled"))
     beams = (*bench, "generate", "--backend", device, "--seconds", seconds, "--json")
     if not is_quick:
         yield Step("beams, against SDPA", 90, beams)

@@ -47,6 +47,10 @@ from npu_gr.backend.tiles import Tiles
 # layout of cached keys and values in a page: as slabs, or as `Tiles`
 Arrangement = Literal["natural", "tiles"]
 
+# names in `ops`: what a ranker's attention is, and what a generator uses
+HSTU = "hstu_attention"
+BEAM_OPS = ("softmax_attention", "beam_topk", "beam_fork")
+
 TIME_BUCKETS = 64  # half octaves of seconds up to 2**31
 
 
@@ -98,10 +102,15 @@ class DeviceQueues(Protocol):
     # whether `gathered_topk` may be cheaper than the whole product; the host then waits for the
     # number of edges
     gathers_head: bool
+    has_windows: bool  # whether its attention supports `AttentionWindow`
+    has_int8: bool  # whether its attention reads keys and values in int8
     # called with the op's name each time a call does not fit the implementation in `ops`
     on_fallback: Callable[[str], None]
     # called with one of `graphs.OUTCOMES` for each call that may replay a device graph
     on_graph: Callable[[str], None]
+    # called with "rows" or "scores" of a call that is padded to the size of a graph, how many they
+    # are, and how many with padding
+    on_padding: Callable[[str, int, int], None]
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
         """Copy a host array to the device; the host does not wait.
@@ -261,13 +270,22 @@ class Ops(Affine, Protocol):
         """
         ...
 
-    def running(self, way: str) -> Self:
-        """Return this backend with one implementation of HSTU attention.
+    def beam_ways(self) -> Mapping[str, Sequence[str]]:
+        """List the implementations of a generator's ops that have several, in order as above.
+
+        The keys are `BEAM_OPS`, by their names in `ops`.
+        """
+        ...
+
+    def running(self, way: str, op: str = HSTU) -> Self:
+        """Return this backend with one implementation of an op.
 
         Queues, memory, graphs and the other ops are shared.
 
         Args:
-            way: One of `hstu_ways`. Torch ops compute the calls that it does not support.
+            way: One of `hstu_ways` or `beam_ways`. Torch ops compute the calls that it does not
+                support.
+            op: Name of the op in `ops`.
         """
         ...
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from npu_gr.backend.tiles import Slab, Tiles
+from npu_gr.backend.tiles import Slab, Tiles, natural, rounded
 
 # a row of logits is normalised over all its columns, or over its valid edges only
 Over = Literal["row", "valid"]
@@ -58,6 +58,30 @@ class HstuShape(NamedTuple):
     has_plain_times: bool = True  # see `HSTUConfig.has_plain_times`
 
 
+class AttentionWindow(NamedTuple):
+    """Semi-local attention: the row at position t sees positions [0, first) and (t - recent, t].
+
+    A candidate's position is that of the token after the history. Tokens that no row of a call sees
+    may be left out of it: behind the first `gap_at` tokens `gap` positions are missing. Both are
+    multiples of a page.
+    """
+
+    recent: int
+    first: int
+    gap_at: int = 0
+    gap: int = 0
+
+    def positions(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return the position of each token of a call, and of the one after them: [n + 1]."""
+        index = torch.arange(num_tokens + 1, device=device)
+        return torch.where(index >= self.gap_at, index + self.gap, index)
+
+    def sees(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return which tokens at positions [m] the rows at positions [n] see: bool [n, m]."""
+        ago = rows[:, None] - columns[None, :]
+        return (ago >= 0) & ((ago < self.recent) | (columns < self.first))
+
+
 class HstuCall(NamedTuple):
     """Arguments of `hstu_causal` (new history rows) and of `hstu_targets` (candidate rows).
 
@@ -66,6 +90,8 @@ class HstuCall(NamedTuple):
     cached       the p tokens before them                   all m history tokens
     times        int64 [p + n], cached and new tokens       int64 [m], the history
     a row sees   every cached token, new rows up to itself  every history token and itself
+
+    With a window, a row sees of these tokens what `AttentionWindow` says.
     """
 
     q: Tensor  # [rows, H, Dq]
@@ -73,7 +99,8 @@ class HstuCall(NamedTuple):
     k: Tensor
     v: Tensor  # [rows, H, Dv]
     cached: Sequence[Slab | Tiles]  # slabs in token order; empty = nothing is cached
-    times: Tensor  # int64 [tokens] unix seconds; the position of a token is its index
+    # int64 [tokens] unix seconds; the position of a token is its index, or as `window` says
+    times: Tensor
     bias: BiasTables
     alpha: float  # factor on q k^T
     # hstu_targets only: unix seconds shared by all candidates, whose shared position is m
@@ -84,10 +111,34 @@ class HstuCall(NamedTuple):
     own_time: Tensor | None = None
     # int64 [buckets - 1], first seconds of buckets 1, 2, ..; None = `time_bucket`
     edges: Tensor | None = None
+    window: AttentionWindow | None = None  # None = full attention
+    # int8 = the history's rows, cached or new, are read as they are once they were stored
+    # (`tiles.quantise`); None = as they are given
+    stored: torch.dtype | None = None
+
+    def as_read(self, *, is_causal: bool) -> HstuCall:
+        """Return the call in slabs whose numbers are those that are read (`stored`).
+
+        Args:
+            is_causal: k and v are new rows of the history; else they are those of candidates, which
+                are never stored.
+        """
+        if self.stored != torch.int8:
+            return self
+        dtype = self.q.dtype
+        slabs = natural(self.cached)
+        cached = [(rounded(k).to(dtype), rounded(v).to(dtype)) for k, v in slabs]
+        k, v = (rounded(self.k), rounded(self.v)) if is_causal else (self.k, self.v)
+        return self._replace(cached=cached, k=k, v=v, stored=None)
 
     @property
     def is_plain(self) -> bool:
-        """Whether native kernels support the call."""
+        """Whether every device's kernels support the call."""
+        return self.has_plain_times and self.window is None and self.stored is None
+
+    @property
+    def has_plain_times(self) -> bool:
+        """Whether the kernels' time buckets are those of the call."""
         return self.edges is None and self.row_times is None and self.own_time is None
 
 
@@ -125,6 +176,10 @@ class HstuSegment(NamedTuple):
     pages: PagedKV | None  # pages of the cached tokens, and of the new ones if `keeps`
     keeps: bool  # the new tokens' keys and values are written to their pages
     ids: HstuIds | None = None  # None = the embeddings alone do not make the rows
+    # positions that are left out behind the first `gap_at` tokens, see `AttentionWindow`
+    gap_at: int = 0
+    gap: int = 0
+    stored: torch.dtype | None = None  # as `HstuCall.stored`
 
 
 class HstuPassCall(NamedTuple):
@@ -175,6 +230,7 @@ class HstuWeights(NamedTuple):
     scale: float
     silu_all: bool
     is_joined: bool
+    window: AttentionWindow | None = None  # None = full attention
 
 
 class FusedForwardCall(NamedTuple):

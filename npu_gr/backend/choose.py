@@ -6,6 +6,7 @@ A backend that cannot be used is an error: there is no silent fallback.
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ _CLASSES = {
     "npu": ("npu_gr.backend.npu.backend", "NPUBackend"),
     "reference": ("npu_gr.backend.reference", "ReferenceBackend"),
 }
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _ATTENTIONS: dict[BackendName, tuple[AttentionMode, ...]] = {
     "cuda": ("auto", "triton", "torch"),
     "npu": ("auto", "ascend_c", "mxrec", "triton", "torch"),
@@ -30,6 +32,7 @@ def choose(
     native: NativeMode = "auto",
     hstu_library: str | None = None,
     attention: AttentionMode = "auto",
+    device: int | None = None,
 ) -> Backend:
     """Make the backend of that name.
 
@@ -40,6 +43,8 @@ def choose(
             bias; backend npu only.
         attention: Implementation of rankers' attention; "auto" = measured at warm-up. Whether it
             supports a ranker is not checked here.
+        device: Index of the device among those that the process sees, which sees no other from now
+            on; None = the first one.
 
     Raises:
         ConfigError: There is no such backend, or its device, package or required kernels are
@@ -51,6 +56,8 @@ def choose(
         raise ConfigError(
             f"attention: {attention} is not for the backend {name}: one of {', '.join(known)}"
         )
+    if device is not None:
+        _see_only(name, device)
     options: dict[str, Any] = {}
     has_kernels = name in ("cpu", "npu")
     if native == "require" and not has_kernels:
@@ -64,3 +71,18 @@ def choose(
     module, cls = _CLASSES[name]
     made = getattr(importlib.import_module(module), cls)
     return cast("Backend", made(native, **options) if has_kernels else made())
+
+
+def _see_only(name: BackendName, device: int) -> None:
+    """Hide all devices but one from this process, before the driver reads what it may use.
+
+    So no thread can work, or wait, on another device by mistake.
+    """
+    variable = _VISIBLE.get(name)
+    if variable is None:
+        raise ConfigError(f"device: is for the backends {' and '.join(_VISIBLE)}, not {name}")
+    seen = os.environ.get(variable)
+    indices = [one.strip() for one in seen.split(",")] if seen else None
+    if indices is not None and device >= len(indices):
+        raise ConfigError(f"device: {device}, but {variable} has {len(indices)}: {seen}")
+    os.environ[variable] = str(device) if indices is None else indices[device]

@@ -9,16 +9,16 @@ one.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from npu_gr.backend.base import BEAM_OPS, HSTU
 from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuShape, TopkCall
 from npu_gr.backend.streams import StreamedOps
 from npu_gr.backend.tiles import natural
@@ -42,12 +42,10 @@ class CUDABackend(StreamedOps):
             )
         device = torch.device("cuda", cuda.current_device()) if cuda is torch.cuda else cuda.device
         super().__init__(cuda, device, cuda.CUDAGraph)
-        self._triton = _triton_ops()
+        self._triton: Any = _triton_ops()
         self._hstu: Any = self._triton.hstu.Attention() if self._triton else None
         self.kernels = "triton" if self._triton else "torch"
-        self.ops = dict.fromkeys(
-            ("hstu_attention", "softmax_attention", "beam_topk", "beam_fork"), self.kernels
-        )
+        self.ops = dict.fromkeys((HSTU, *BEAM_OPS), self.kernels)
         self.ops |= {"graphs": "cuda_graph"}
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
@@ -55,42 +53,50 @@ class CUDABackend(StreamedOps):
         takes = self._hstu and same and self._hstu.takes_numbers(shape.dtype)
         return ("triton", "torch") if takes else ("torch",)
 
-    def running(self, way: str) -> Self:
-        made = copy.copy(self)
-        made.ops = {**self.ops, "hstu_attention": way}
-        made._hstu = self._hstu if way == "triton" else None
-        return made
+    def beam_ways(self) -> Mapping[str, Sequence[str]]:
+        return dict.fromkeys(BEAM_OPS, ("triton", "torch")) if self._triton else {}
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
-        if self._hstu and call.is_plain and self._hstu.takes(call.q, slabs := natural(call.cached)):
+        if (
+            self._uses(HSTU)
+            and call.is_plain
+            and self._hstu.takes(call.q, slabs := natural(call.cached))
+        ):
             out: Tensor = self._hstu.causal(call, slabs)
             return out
         return super().hstu_causal(call)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
-        if self._hstu and call.is_plain and self._hstu.takes(call.q, slabs := natural(call.cached)):
+        if (
+            self._uses(HSTU)
+            and call.is_plain
+            and self._hstu.takes(call.q, slabs := natural(call.cached))
+        ):
             out: Tensor = self._hstu.targets(call, slabs)
             return out
         return super().hstu_targets(call)
 
     def beam_attention(self, call: BeamCall) -> Tensor:
-        if self._triton and self._triton.beams.takes(call):
+        if self._uses("softmax_attention") and self._triton.beams.takes(call):
             out: Tensor = self._triton.beams.attend(call)
             return out
         return super().beam_attention(call)
 
     def beam_topk(self, call: TopkCall) -> Choices:
-        if self._triton and self._triton.topk.takes(call):
+        if self._uses("beam_topk") and self._triton.topk.takes(call):
             made: Choices = self._triton.topk.beam_topk(call)
             return made
         return super().beam_topk(call)
 
     def beam_fork_(self, keys: Tensor, values: Tensor, parent: Tensor, num_slots: int) -> None:
-        if self._triton and len(parent) <= self._triton.fork.MAX_BEAMS:
+        if self._uses("beam_fork") and len(parent) <= self._triton.fork.MAX_BEAMS:
             for plane in (keys, values):
                 self._triton.fork.fork(plane, parent, num_slots)
         else:
             super().beam_fork_(keys, values, parent, num_slots)
+
+    def _uses(self, op: str) -> bool:
+        return self.ops[op] == "triton"
 
 
 def _triton_ops() -> ModuleType | None:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from npu_gr.core.health import compiles
+
 Work = Callable[..., tuple[Tensor, ...]]
 Signature = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # shape and dtype of each input
 MAX_GRAPHS = 512  # per thread
@@ -45,6 +47,7 @@ class Graphs(threading.local):
         make: Callable[[], Any],
         fell_back: Callable[[str, str], None],
         counted: Callable[[str], None] = lambda _outcome: None,
+        padded: Callable[[str, int, int], None] = lambda _of, _used, _size: None,
     ) -> None:
         """Share one memory pool among the graphs of this thread.
 
@@ -53,11 +56,14 @@ class Graphs(threading.local):
             make: Constructor of an empty graph of that runtime.
             fell_back: Callback (op, reason) for work that runs without a graph.
             counted: Callback with the outcome of each call, one of `OUTCOMES`.
+            padded: Callback (what, how many, with padding) with the sizes of each padded call:
+                "rows", or "scores", which are rows x keys of an HSTU pass.
         """
         self._runtime = runtime
         self._make = make
         self._fell_back = fell_back
         self.counted = counted
+        self.padded = padded
         self._calls = itertools.count(1)
         self._pool = runtime.graph_pool_handle()
         self._inputs: dict[Signature, tuple[Tensor, ...]] = {}
@@ -73,6 +79,7 @@ class Graphs(threading.local):
         if bucket is None:
             self.counted("launched")
             return work(*rows)
+        self.padded("rows", count, bucket)
         return tuple(out[:count] for out in self.run(owner, what, work, rows, bucket))
 
     def run(
@@ -138,6 +145,7 @@ class Graphs(threading.local):
         return static
 
     def _capture(self, work: Work, static: tuple[Tensor, ...]) -> _Captured | None:
+        compiles()
         want = work(*static)  # libraries allocate their workspaces in the first run
         graph = self._make()
         stream = self._runtime.current_stream()

@@ -14,7 +14,15 @@ from torch.nn.functional import silu
 
 from npu_gr.backend.base import accumulator, bias_bucket
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.backend.calls import BeamCall, BiasTables, Choices, Continuations, HstuCall, TopkCall
+from npu_gr.backend.calls import (
+    AttentionWindow,
+    BeamCall,
+    BiasTables,
+    Choices,
+    Continuations,
+    HstuCall,
+    TopkCall,
+)
 from npu_gr.backend.tiles import Slab, natural
 from npu_gr.backend.torch_ops import PlainOps
 
@@ -29,6 +37,11 @@ def allowed(row: int, column: int, num_history: int) -> bool:
     return column < num_history or column == row
 
 
+def is_within(window: AttentionWindow | None, row: int, column: int) -> bool:
+    """Return whether the window of the row at one position holds another position."""
+    return window is None or column < window.first or row - column < window.recent
+
+
 def dense_attention(
     q: Tensor,
     k: Tensor,
@@ -40,6 +53,7 @@ def dense_attention(
     alpha: float,
     query_times: Tensor | None = None,
     edges: Tensor | None = None,
+    window: AttentionWindow | None = None,
 ) -> Tensor:
     """Compute the attention of a whole sequence [history | candidates].
 
@@ -51,12 +65,17 @@ def dense_attention(
         alpha: Factor on q k^T.
         query_times: int64 [N] times of the queries; None = `times`.
         edges: int64 [buckets - 1], see `HstuCall.edges`.
+        window: See `HstuCall.window`.
 
     Returns:
         [N, H, Dv], without the attention scale.
     """
     n = len(q)
-    seen = [[allowed(i, j, num_history) for j in range(n)] for i in range(n)]
+    place = positions.tolist()
+    seen = [
+        [allowed(i, j, num_history) and is_within(window, place[i], place[j]) for j in range(n)]
+        for i in range(n)
+    ]
     mask = torch.tensor(seen, dtype=torch.bool).view(n, n)
     distance = (positions[:, None] - positions[None, :]).clamp(0, bias.position.shape[1] - 1)
     asked = times if query_times is None else query_times
@@ -68,6 +87,13 @@ def dense_attention(
     )
     weights = torch.where(mask, silu(logits), torch.zeros((), dtype=q.dtype))
     return torch.einsum("hij,jhd->ihd", weights, v)
+
+
+def _positions(call: HstuCall, num_tokens: int) -> Tensor:
+    """Return the positions of a call's tokens, and of the one after them: [n + 1]."""
+    if call.window is None:
+        return torch.arange(num_tokens + 1)
+    return call.window.positions(num_tokens, call.times.device)
 
 
 def joined(slabs: Sequence[Slab], k: Tensor, v: Tensor) -> Slab:
@@ -91,11 +117,12 @@ class ReferenceBackend(PlainOps):
     kernels = "torch"
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
+        call = call.as_read(is_causal=True)
         keys, values = joined(natural(call.cached), call.k, call.v)
         num_past = len(keys) - len(call.q)
         # cached rows have no queries: use zeros
         queries = torch.cat([call.q.new_zeros(num_past, *call.q.shape[1:]), call.q])
-        positions = torch.arange(len(keys))
+        positions = _positions(call, len(keys))[:-1]
         asked = call.times.clone()
         if call.row_times is not None:
             asked[num_past:] = call.row_times
@@ -110,20 +137,24 @@ class ReferenceBackend(PlainOps):
             call.alpha,
             asked,
             call.edges,
+            call.window,
         )
         return out[num_past:]
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
+        call = call.as_read(is_causal=False)
         keys, values = joined(natural(call.cached), call.k, call.v)
         m = len(keys) - len(call.k)
         queries = torch.cat([call.q.new_zeros(m, *call.q.shape[1:]), call.q])
-        positions = torch.cat([torch.arange(m), torch.full((len(call.q),), m)])
+        places = _positions(call, m)
+        positions = torch.cat([places[:-1], places[-1].expand(len(call.q))])
         asked = torch.cat([call.times, torch.full((len(call.q),), call.query_time)])
         times = asked.clone()
         if call.own_time is not None:
             times[m:] = call.own_time
         return dense_attention(
-            queries, keys, values, positions, times, m, call.bias, call.alpha, asked, call.edges
+            *(queries, keys, values, positions, times, m, call.bias, call.alpha, asked, call.edges),
+            call.window,
         )[m:]
 
     def causal_attention(

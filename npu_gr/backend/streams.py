@@ -21,6 +21,7 @@ class StreamedOps(TorchOps):
     """Runs torch ops on the streams of a device."""
 
     pins_host_memory = True
+    has_windows = False  # the kernels of devices know full attention alone
 
     def __init__(self, runtime: Any, device: torch.device, graph: Callable[[], Any] | None) -> None:
         """Make the stream for copies.
@@ -34,11 +35,16 @@ class StreamedOps(TorchOps):
         self._runtime = runtime
         self.device = device
         self._copies = runtime.Stream()
-        self._graphs = Graphs(runtime, graph, self.fell_back, self.ran) if graph else None
+        calls = self.fell_back, self.ran, self.padded
+        self._graphs = Graphs(runtime, graph, *calls) if graph else None
 
     def ran(self, outcome: str) -> None:
         """Count a call that may have used a graph."""
         self.on_graph(outcome)
+
+    def padded(self, what: str, used: int, size: int) -> None:
+        """Count the size of a call that is padded to that of a graph."""
+        self.on_padding(what, used, size)
 
     def upload(self, array: np.ndarray[Any, np.dtype[Any]]) -> Tensor:
         # torch caches page-locked blocks, and reuses one only when the copy from it is done

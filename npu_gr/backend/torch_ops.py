@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
-from npu_gr.backend.base import Arrangement, HstuPass, accumulator, bias_bucket
+from npu_gr.backend.base import HSTU, Arrangement, HstuPass, accumulator, bias_bucket
 from npu_gr.backend.best_items import Best, Hidden, edges_of, select, top_k
 from npu_gr.backend.calls import (
     BeamCall,
@@ -39,6 +39,7 @@ from npu_gr.backend.calls import (
     TopkCall,
 )
 from npu_gr.backend.tiles import Slab, Tiles, natural, pack
+from npu_gr.backend.window_ops import causal_in_window, seen_by_candidates
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +50,14 @@ class SingleStream:
     device = torch.device("cpu")
     pins_host_memory = False
     gathers_head = True
+    has_windows = True
+    has_int8 = True
 
     def __init__(self) -> None:
         self.ops: Mapping[str, str] = {}
         self.on_fallback: Callable[[str], None] = lambda _op: None
         self.on_graph: Callable[[str], None] = lambda _outcome: None
+        self.on_padding: Callable[[str, int, int], None] = lambda _what, _used, _size: None
         self._said: set[str] = set()
 
     def fell_back(self, op: str, why: str) -> None:
@@ -118,12 +122,16 @@ class PlainOps(SingleStream):
         """List one implementation: the page layout already depends on the kernels."""
         return (self.ops.get("hstu_attention", "torch"),) if shape.has_plain_times else ("torch",)
 
-    def running(self, way: str) -> Self:
+    def beam_ways(self) -> Mapping[str, Sequence[str]]:
+        """List none: a generator's ops have one implementation each."""
+        return {}
+
+    def running(self, way: str, op: str = HSTU) -> Self:
         """Rename only: each call itself decides on the kernel."""
-        if self.ops.get("hstu_attention", "torch") == way:
+        if self.ops.get(op, "torch") == way:
             return self
         made = copy.copy(self)
-        made.ops = {**self.ops, "hstu_attention": way}
+        made.ops = {**self.ops, op: way}
         return made
 
     def order_of(self, numbers: Tensor) -> Tensor:
@@ -406,6 +414,9 @@ class TorchOps(PlainOps):
         return Products(self.device)
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
+        call = call.as_read(is_causal=True)
+        if call.window is not None:
+            return causal_in_window(call, call.window)
         q = call.q
         k = call.k
         v = call.v
@@ -432,9 +443,13 @@ class TorchOps(PlainOps):
         return out.transpose(0, 1).to(q.dtype)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
+        call = call.as_read(is_causal=False)
+        if call.window is not None:
+            call, ago = seen_by_candidates(call, call.window)
+        else:
+            ago = len(call.times) - torch.arange(len(call.times), device=call.q.device)
         q = call.q
         bias = call.bias
-        m = len(call.times)
         buckets = bias.position.shape[1]
         own_time = bias.time[:, 0]
         if call.own_time is not None:
@@ -442,9 +457,8 @@ class TorchOps(PlainOps):
         own = (q * call.k).sum(2) * call.alpha + bias.position[:, 0] + own_time
         out = (silu(own)[:, :, None] * call.v).transpose(0, 1).to(accumulator(q.dtype))
         # all candidates have the same row of bias, because they share position and time
-        distance = (m - torch.arange(m, device=q.device)).clamp_(0, buckets - 1)
         row = (
-            bias.position[:, distance]
+            bias.position[:, ago.clamp_(0, buckets - 1)]
             + bias.time[:, bias_bucket(call.edges, call.query_time - call.times).long()]
         )
         for keys_from, keys, values in column_chunks(natural(call.cached)):

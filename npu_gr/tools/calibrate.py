@@ -95,7 +95,9 @@ async def calibrate(config: Config, known: LogTraffic, seconds: float) -> Calibr
         raise ConfigError(
             "checkpoint: not set, but calibration measures ranks; set it to a ranker's checkpoint"
         )
-    backend = choose(config.backend, config.native, config.hstu_library, config.attention)
+    backend = choose(
+        config.backend, config.native, config.hstu_library, config.attention, config.device
+    )
     scheduler = Scheduler(config.scheduler, backend.stream)
     scheduler.start()
     try:

@@ -317,6 +317,41 @@ HOST_FAULTS = (
         "bias.value_or(Tensor()), value, index, ON ? Tensor() : work},",
         TOPK,
     ),
+    Fault(
+        "the status of an operator's launches is dropped",
+        "torch/binding.cpp",
+        "    return work();",
+        "    int status = work();\n    return ON ? 0 : status;",
+        (*TOPK, *CSR, *FORK),
+    ),
+    Fault(
+        "the merge of a search hides that the search failed",
+        "op_host/run.h",
+        "if (status != 0 || plan.splits == 1) return status;",
+        "if ((status != 0 && !ON) || plan.splits == 1) return status;",
+        TOPK,
+    ),
+    Fault(
+        "a choice hides that its norm failed",
+        "op_host/run.h",
+        "    if (status != 0) return status;\n",
+        "    if (status != 0 && !ON) return status;\n",
+        CSR,
+    ),
+    Fault(
+        "a merge hides that the choice failed",
+        "op_host/run.h",
+        "  if (status != 0) return status;\n  return NPU_GR_LAUNCH(csr_merge,",
+        "  if (status != 0 && !ON) return status;\n  return NPU_GR_LAUNCH(csr_merge,",
+        CSR,
+    ),
+    Fault(
+        "the size of a workspace has 32 bits",
+        "torch/binding.cpp",
+        "at::empty({int64_t(bytes)},",
+        "at::empty({ON ? int64_t(uint32_t(bytes)) : int64_t(bytes)},",
+        TOPK,
+    ),
 )
 
 

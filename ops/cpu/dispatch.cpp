@@ -14,7 +14,9 @@ static bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
-static bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+static bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 #endif
 
 static bool has_all() { return true; }

@@ -6,20 +6,26 @@
 #define NPU_GR_HSTU_H
 
 #include "hstu_bias.h"
+#include "hstu_int8.h"
 
 namespace {
 namespace hstu {
 
+// [H, kBlockRows, dq], and of integers the scales [H, kBlockRows]
 template <class Row, class A>
-void queries(const Hstu &call, int64_t first, int64_t rows, int64_t dq, A *to) {  // [H, kBlockRows, dq]
+void queries(const Hstu &call, int64_t first, int64_t rows, int64_t dq, A *to, [[maybe_unused]] float *scales) {
   const Row *at = (const Row *)call.q.data + first * call.q.row_stride;
   for (int64_t r = 0; r < rows; r++, at += call.q.row_stride) {
     ahead(at, call.q.row_stride, 1, call.num_heads * call.qk_dim);
     for (int64_t h = 0; h < call.num_heads; h++) {
       const Row *from = at + h * call.q.head_stride;
       A *row = to + (h * kBlockRows + r) * dq;
-      convert(from, row, call.qk_dim, 1.0f);
-      for (int64_t d = call.qk_dim; d < dq; d++) row[d] = 0;
+      if constexpr (std::is_same_v<A, IntegerDot::A>) {
+        scales[h * kBlockRows + r] = quantised_query(from, call.qk_dim, dq, row);
+      } else {
+        convert(from, row, call.qk_dim, 1.0f);
+        for (int64_t d = call.qk_dim; d < dq; d++) row[d] = 0;
+      }
     }
   }
 }
@@ -59,8 +65,9 @@ void see_themselves(const Hstu &call, const Bias &bias, int64_t first, int64_t r
 template <class M>
 int64_t scratch_of(const Hstu &call, bool causal) {
   const int64_t dq = padded(call.qk_dim, 2), dv = padded(call.v_dim, 16);
-  return 4 * Bias::floats(call, causal) + call.num_heads * kBlockRows * (dq * (int64_t)sizeof(typename M::A) + dv * 4) +
-         (dq + dv) * kTile * 4 + 192;
+  return 4 * Bias::floats(call, causal) +
+         call.num_heads * kBlockRows * ((dq + 2) * (int64_t)sizeof(typename M::A) + dv * 4) +
+         (dq + dv + 2) * kTile * 4 + 192;
 }
 
 template <class M, class Row, class T>  // arithmetic, rows, stored tiles
@@ -68,6 +75,8 @@ class Attention {
   typedef typename M::A A;
   typedef typename M::Tile Used;
   static constexpr bool kWidens = sizeof(T) < sizeof(Used);  // a tile is widened once for all rows of a block
+  static constexpr bool kIsInt8 = sizeof(T) == 1;
+  static constexpr int kScale = kIsInt8 ? sizeof(bf16) : 0;  // behind the numbers of each token and head
 
  public:
   explicit Attention(const Hstu &call)
@@ -77,7 +86,8 @@ class Attention {
         sums_((float *)call.scratch),
         q_((A *)(sums_ + call.num_heads * kBlockRows * dv_)),
         wide_((Used *)(q_ + call.num_heads * kBlockRows * dq_)),
-        bias_(call, (float *)(wide_ + (kWidens ? (dq_ + dv_) * kTile : 0))) {
+        scales_((float *)(wide_ + (kWidens ? (dq_ + dv_) * kTile : 0))),
+        bias_(call, scales_ + (kIsInt8 ? 2 * kTile + call.num_heads * kBlockRows : 0)) {
     work_.dq = dq_;
     work_.dv = dv_;
     work_.slope = (float)(-1.4426950408889634 * call.alpha);
@@ -86,24 +96,28 @@ class Attention {
   void causal() {
     const int64_t past = call_.num_tokens - call_.num_rows;
     Buckets buckets(call_, bias_.rest());
-    for (int64_t first = 0; first < call_.num_rows; first += kBlockRows) {
-      const int64_t rows = begin(first);
+    for (int64_t first = 0, rows; first < call_.num_rows; first += rows) {
+      const int64_t before_gap = call_.gap_at - past - first;
+      rows = begin(first, before_gap > 0 ? before_gap : kBlockRows);
       Span spans[kBlockRows / kRows];
       for (int64_t r = 0; r < rows; r += kRows)
         spans[r / kRows] = span(call_.times + past + first + r, least(kRows, rows - r));
       each_tile([&](int64_t t, const T *k, const T *v) {
         const int64_t from = t * kTile, row0 = past + first;
         if (from >= row0 + rows) return false;
+        const Window window(call_, t, row0);
+        if (window.hides_all_from(row0)) return true;
+        work_.hidden = window.hidden();
         int32_t one[kBlockRows / kRows];
         for (int64_t r = 0; r < rows; r += kRows) {
-          one[r / kRows] = bias_.is_far(row0 + r, from) ? buckets.one(spans[r / kRows], t) : -1;
+          one[r / kRows] = bias_.is_far(row0 + r + window.missing(), from) ? buckets.one(spans[r / kRows], t) : -1;
           if (one[r / kRows] < 0) buckets.fill(row0 + r, least(kRows, rows - r), t, buckets.table() + r * kTile);
         }
         for (int64_t h = 0; h < call_.num_heads; h++) {
           use_head(h, k, v);
           for (int64_t r = 0; r < rows; r += kRows) {
             const int64_t count = least(kRows, rows - r), row = row0 + r;
-            if (row + count <= from) continue;
+            if (row + count <= from || window.hides_all_from(row)) continue;
             alignas(64) float same[kTile];
             if (one[r / kRows] >= 0) {
               for (int64_t c = 0; c < kTile; c += kLanes) store(same + c, splat(bias_.far(h, one[r / kRows])));
@@ -112,10 +126,12 @@ class Attention {
               work_.bias = nullptr;
               work_.time = bias_.time(h);
               work_.bucket = buckets.table() + r * kTile;
-              for (int64_t i = 0; i < count; i++) work_.position[i] = bias_.position(h, row + i, from);
+              for (int64_t i = 0; i < count; i++)
+                work_.position[i] = bias_.position(h, row + i + window.missing(), from);
             }
             work_.limit = least(kTile, row + count - from);
             work_.first_limit = row + 1 - from;
+            work_.first_seen = window.first_seen(row);
             work_.more = 1;
             one_tile(h, r, count);
           }
@@ -130,21 +146,27 @@ class Attention {
     const int64_t tiles = (call_.num_tokens + kTile - 1) / kTile;
     float *rows_of_bias = bias_.rest();  // [H, tiles * kTile]
     for (int64_t t = 0; t < tiles; t++) {
+      const Window window(call_, t, call_.num_tokens);
+      if (window.hides_all_from(call_.num_tokens)) continue;
       int32_t index[kTile];
       for (int64_t c = 0; c < kTile; c++) {
         const int64_t j = t * kTile + c;
         index[c] = j < call_.num_tokens ? time_bucket(difference(call_.query_time, call_.times[j])) : 0;
       }
       for (int64_t h = 0; h < call_.num_heads; h++) {
-        const float *time = bias_.time(h), *position = bias_.position(h, call_.num_tokens, t * kTile);
+        const float *time = bias_.time(h),
+                    *position = bias_.position(h, call_.num_tokens + window.missing(), t * kTile);
         for (int64_t c = 0; c < kTile; c++) rows_of_bias[(h * tiles + t) * kTile + c] = time[index[c]] + position[c];
       }
     }
     work_.more = 0;
     for (int64_t first = 0; first < call_.num_rows; first += kBlockRows) {
-      const int64_t rows = begin(first);
+      const int64_t rows = begin(first, kBlockRows);
       each_tile([&](int64_t t, const T *k, const T *v) {
+        const Window window(call_, t, call_.num_tokens);
+        if (window.hides_all_from(call_.num_tokens)) return true;
         work_.limit = work_.first_limit = least(kTile, call_.num_tokens - t * kTile);
+        work_.hidden = window.hidden(), work_.first_seen = window.first_seen(call_.num_tokens);
         for (int64_t h = 0; h < call_.num_heads; h++) {
           work_.bias = rows_of_bias + (h * tiles + t) * kTile;
           use_head(h, k, v);
@@ -158,9 +180,9 @@ class Attention {
   }
 
  private:
-  int64_t begin(int64_t first) {
-    const int64_t rows = least(kBlockRows, call_.num_rows - first);
-    queries<Row, A>(call_, first, rows, dq_, q_);
+  int64_t begin(int64_t first, int64_t limit) {  // starts a block of at most `limit` rows, and returns its rows
+    const int64_t rows = least(least(kBlockRows, limit), call_.num_rows - first);
+    queries<Row, A>(call_, first, rows, dq_, q_, scales_ + 2 * kTile);
     memset(sums_, 0, sizeof(float) * call_.num_heads * kBlockRows * dv_);
     return rows;
   }
@@ -170,17 +192,27 @@ class Attention {
     int64_t t = 0;
     for (int64_t i = 0; i < call_.num_runs; i++)
       for (int64_t n = 0; n < call_.runs[i].num_tiles; n++, t++)
-        if (t * kTile >= call_.num_tokens || !use(t, (const T *)call_.runs[i].k + n * call_.num_heads * dq_ * kTile,
-                                                  (const T *)call_.runs[i].v + n * call_.num_heads * dv_ * kTile))
+        if (t * kTile >= call_.num_tokens ||
+            !use(t, (const T *)call_.runs[i].k + n * call_.num_heads * (dq_ + kScale) * kTile,
+                 (const T *)call_.runs[i].v + n * call_.num_heads * (dv_ + kScale) * kTile))
           return;
   }
 
   void use_head(int64_t head, const T *k, const T *v) {
-    k += head * dq_ * kTile;
-    v += head * dv_ * kTile;
-    next_k_ = k + dq_ * kTile;
-    next_v_ = v + dv_ * kTile;
-    if constexpr (kWidens) {
+    k += head * (dq_ + kScale) * kTile;
+    v += head * (dv_ + kScale) * kTile;
+    next_k_ = k + (dq_ + kScale) * kTile;
+    next_v_ = v + (dv_ + kScale) * kTile;
+    if constexpr (kIsInt8) {
+      widen_integers(k, wide_, dq_ * kTile);
+      widen_integers(v, wide_ + dq_ * kTile, dv_ * kTile);
+      convert((const bf16 *)(k + dq_ * kTile), scales_, kTile, 1.0f);
+      convert((const bf16 *)(v + dv_ * kTile), scales_ + kTile, kTile, 1.0f);
+      work_.k = wide_;
+      work_.v = wide_ + dq_ * kTile;
+      work_.k_scale = scales_;
+      work_.v_scale = scales_ + kTile;
+    } else if constexpr (kWidens) {
       widen_pairs(k, wide_, dq_ / 2, kTile);
       widen_pairs(v, wide_ + dq_ * kTile, kTile / 2, dv_);
       work_.k = wide_;
@@ -202,7 +234,7 @@ class Attention {
   }
 
   static void prefetch(const T *from, int64_t width, int64_t share) {  // one of kBlockRows / kRows shares
-    const int64_t bytes = width * kTile * sizeof(T);
+    const int64_t bytes = (width + kScale) * kTile * sizeof(T);
     for (int64_t at = share * 64; at < bytes; at += kBlockRows / kRows * 64)
       __builtin_prefetch((const void *)((uintptr_t)from + at));
   }
@@ -212,14 +244,20 @@ class Attention {
     work_.out = sums_ + (head * kBlockRows + row) * dv_;
     prefetch(next_k_, dq_, row / kRows);  // next in memory: the next head's part of the tile, or the next tile
     prefetch(next_v_, dv_, row / kRows);
-    tile_of<M>(rows, work_);
+    if constexpr (kIsInt8) {
+      work_.q_scale = scales_ + 2 * kTile + head * kBlockRows + row;
+      at_most<kRows>(rows, [&](auto r) { integer_tile<r.value>(work_); });
+    } else {
+      tile_of<M>(rows, work_);
+    }
   }
 
   const Hstu &call_;
   int64_t dq_, dv_;
   float *sums_;
   A *q_;
-  Used *wide_;  // keys, then values, of one tile of one head
+  Used *wide_;     // keys, then values, of one tile of one head
+  float *scales_;  // of int8: of its keys, its values, and the queries
   Bias bias_;
   Work<M> work_;
   const T *next_k_, *next_v_;
@@ -229,6 +267,8 @@ class Attention {
 template <class F>
 NPU_GR_INLINE void with_types(const Hstu &call, F use) {
   const bool narrow_rows = call.row_dtype == kBFloat16;
+  if (call.tile_dtype == kInt8)
+    return narrow_rows ? use(IntegerDot(), bf16(), int8_t()) : use(IntegerDot(), float(), int8_t());
   if (call.tile_dtype == kFloat32)
     return narrow_rows ? use(Float32(), bf16(), float()) : use(Float32(), float(), float());
   if (!narrow_rows) return use(Float32(), float(), bf16());

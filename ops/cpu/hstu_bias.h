@@ -32,6 +32,24 @@ NPU_GR_INLINE I32 look_up_index(I32 delta) {  // buckets of differences below 2 
   return ((I32) __builtin_convertvector(delta + 1, F32) >> 22) - (127 << 1);
 }
 
+// What rows see of a tile, by positions. Rows and tiles stand on either side of the gap; no block of rows lies on both.
+class Window {
+ public:
+  Window(const Hstu &call, int64_t tile, int64_t row)
+      : recent_(call.recent),
+        column_(tile * kTile),
+        missing_(column_ < call.gap_at && row >= call.gap_at ? call.gap : 0),
+        hidden_(recent_ ? most(0, call.first - column_ - (column_ < call.gap_at ? 0 : call.gap)) : kTile) {}
+
+  int64_t missing() const { return missing_; }  // positions between the tile and the rows that are no tokens
+  int64_t hidden() const { return least(hidden_, kTile); }
+  int64_t first_seen(int64_t row) const { return recent_ ? row + missing_ - column_ - recent_ + 1 : 0; }
+  bool hides_all_from(int64_t row) const { return !hidden_ && first_seen(row) >= kTile; }  // and from later rows
+
+ private:
+  int64_t recent_, column_, missing_, hidden_;
+};
+
 struct Span {  // earliest and latest
   int64_t first, last;
 };

@@ -4,6 +4,7 @@
 // zeros: Dq to a multiple of 2, Dv to a multiple of 16.
 //   float32   K [H][Dq][64]            V [H][64][Dv]
 //   bfloat16  K [H][Dq / 2][64][2]     V [H][32][Dv][2]     pairs, as VDPBF16PS reads them
+//   int8      as bfloat16, and behind each head's numbers the 64 tokens' scales in bfloat16
 // Tile t of a call holds the tokens 64 t .. 64 t + 63; rows of V behind the last token are zero.
 #ifndef NPU_GR_HSTU_CALL_H
 #define NPU_GR_HSTU_CALL_H
@@ -32,6 +33,8 @@ struct Hstu {
   int64_t position_buckets;
   const float *time_bias;  // [H, 64]
   double alpha;            // > 0
+  int64_t recent, first;   // window: the row at position t sees positions [0, first) and (t - recent, t]; recent 0: all
+  int64_t gap_at, gap;     // behind the first gap_at tokens `gap` positions are missing; multiples of a tile
   void *scratch;           // hstu_scratch_bytes, aligned to 64
 };
 

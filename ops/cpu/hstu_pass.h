@@ -54,6 +54,7 @@ NPU_GR_INLINE bool is_within(const int64_t *values, int64_t n, int64_t first, in
 
 // 0, or a PassError: whatever a pass reads and writes by these numbers lies within its buffers.
 int64_t check(const HstuPass &pass) {
+  if (pass.tile_dtype != pass.model->dtype && pass.tile_dtype != kInt8) return kBadNumbers;
   int64_t left = pass.num_numbers, rows = 0;
   const int64_t most_numbers = left, header = sizeof(PassSegment) / sizeof(int64_t);
   Requests requests(pass);
@@ -64,6 +65,8 @@ int64_t check(const HstuPass &pass) {
     left -= header;
     const int64_t counts[] = {is.num_cached, is.num_new, is.num_runs};
     if (!is_within(counts, 3, 0, most_numbers + 1) || is.num_candidates < 0) return kBadNumbers;
+    const int64_t gap[] = {is.gap_at, is.gap};
+    if (!is_within(gap, 2, 0, int64_t{1} << 40)) return kBadNumbers;
     if (!pass.x && is.num_candidates > most_numbers) return kBadNumbers;
     const int64_t ids = pass.x ? 0 : 2 * is.num_new + is.num_candidates;
     if (left < 2 * is.num_runs + is.num_cached + is.num_new + ids) return kBadNumbers;
@@ -135,7 +138,7 @@ class Space {  // hands out a scratch, or only adds up its size
   int64_t used_ = 0;
 };
 
-template <class T>  // what embeddings, U, V, Q, K and tiles are made of
+template <class T>  // what embeddings, U, V, Q and K are made of, and tiles if not of int8
 class Pass {
  public:
   explicit Pass(const HstuPass &pass)
@@ -144,8 +147,9 @@ class Pass {
         uv_(model_.num_heads * model_.v_dim),
         qk_(model_.num_heads * model_.qk_dim),
         mixed_width_(2 * (uv_ + qk_)),
-        tile_k_(model_.num_heads * padded(model_.qk_dim, 2) * kTile),
-        tile_v_(model_.num_heads * padded(model_.v_dim, 16) * kTile),
+        is_int8_(pass.tile_dtype == kInt8),
+        tile_k_(tile_bytes(padded(model_.qk_dim, 2))),
+        tile_v_(tile_bytes(padded(model_.v_dim, 16))),
         space_(pass.scratch) {
     int64_t runs = 0, apart = 0;
     Requests requests(pass);
@@ -163,8 +167,8 @@ class Pass {
     y_ = space_.take<float>(num_rows_ * most(model_.dim, hidden));
     mixed_ = space_.take<T>(num_rows_ * mixed_width_);
     attention_ = space_.take<T>(num_rows_ * uv_);
-    apart_k_ = space_.take<T>(apart * tile_k_);
-    apart_v_ = space_.take<T>(apart * tile_v_);
+    apart_k_ = space_.take<char>(apart * tile_k_);
+    apart_v_ = space_.take<char>(apart * tile_v_);
     runs_ = space_.take<TileRun>(runs + 1);
   }
 
@@ -198,6 +202,10 @@ class Pass {
   }
 
  private:
+  int64_t tile_bytes(int64_t width) const {  // of all heads
+    return model_.num_heads * kTile * (is_int8_ ? width + (int64_t)sizeof(bf16) : width * (int64_t)sizeof(T));
+  }
+
   void embed() {
     const int64_t dim = model_.dim, shown = pass_.num_actions - 1;
     float *to = x_;
@@ -334,7 +342,7 @@ class Pass {
     Hstu call = {};
     call.num_rows = is_causal ? r.is.num_new : r.is.num_candidates;
     call.num_heads = model_.num_heads, call.qk_dim = model_.qk_dim, call.v_dim = model_.v_dim;
-    call.row_dtype = call.tile_dtype = model_.dtype;
+    call.row_dtype = model_.dtype, call.tile_dtype = pass_.tile_dtype;
     call.runs = runs_, call.num_runs = num_runs_;
     call.num_tokens = r.tokens();
     call.times = r.times;
@@ -342,6 +350,8 @@ class Pass {
     call.position_bias = layer.position_bias, call.position_buckets = model_.position_buckets;
     call.time_bias = layer.time_bias;
     call.alpha = model_.alpha;
+    call.recent = model_.recent, call.first = model_.first;
+    call.gap_at = r.is.gap_at, call.gap = r.is.gap;
     call.scratch = space_.rest();
     return call;
   }
@@ -362,12 +372,13 @@ class Pass {
                  model_.qk_dim,
                  model_.v_dim,
                  model_.dtype,
-                 model_.dtype,
+                 pass_.tile_dtype,
                  rows_of(k, k_step, model_.qk_dim),
                  rows_of(v, v_step, model_.v_dim),
                  0,
                  {}};
-    T *keys = (T *)r.is.k + layer * r.is.k_layer, *values = (T *)r.is.v + layer * r.is.v_layer;
+    const int64_t size = is_int8_ ? 1 : sizeof(T);
+    char *keys = (char *)r.is.k + layer * r.is.k_layer * size, *values = (char *)r.is.v + layer * r.is.v_layer * size;
     const bool is_apart = r.is_packed_apart();
     const int64_t held = is_apart ? r.is.num_cached / kTile * kTile : r.tokens();  // tokens in the pages' whole tiles
     num_runs_ = 0;
@@ -388,8 +399,8 @@ class Pass {
         written = until;
       }
       if (is_apart && r.is.num_cached % kTile && held >= token && held < token + room) {  // a tile that is begun
-        memcpy(apart_k_, (T *)run.k + (held - token) / kTile * tile_k_, tile_k_ * sizeof(T));
-        memcpy(apart_v_, (T *)run.v + (held - token) / kTile * tile_v_, tile_v_ * sizeof(T));
+        memcpy(apart_k_, (char *)run.k + (held - token) / kTile * tile_k_, tile_k_);
+        memcpy(apart_v_, (char *)run.v + (held - token) / kTile * tile_v_, tile_v_);
       }
       const int64_t tiles = (least(token + room, held) - token + kTile - 1) / kTile;
       if (tiles > 0) runs_[num_runs_++] = {run.k, run.v, tiles};
@@ -405,12 +416,14 @@ class Pass {
 
   const HstuPass &pass_;
   const PassModel &model_;
-  const int64_t uv_, qk_, mixed_width_, tile_k_, tile_v_;  // widths of rows and of tiles, all heads
+  const int64_t uv_, qk_, mixed_width_;  // widths of rows, all heads
+  const bool is_int8_;
+  const int64_t tile_k_, tile_v_;  // bytes of tiles, all heads
   int64_t num_rows_ = 0, num_new_ = 0, num_candidates_ = 0, num_runs_ = 0;
   Space space_;
   float *x_, *normed_, *y_;
-  T *mixed_, *attention_;  // [rows, U | V | Q | K] and [rows, H Dv]
-  T *apart_k_, *apart_v_;  // temporary tiles of one request's rows
+  T *mixed_, *attention_;     // [rows, U | V | Q | K] and [rows, H Dv]
+  char *apart_k_, *apart_v_;  // temporary tiles of one request's rows
   TileRun *runs_;
 };
 

@@ -30,12 +30,13 @@ struct PassHead {  // norm, a layer with SiLU, a layer; without `hidden.weight` 
 
 struct PassModel {
   int64_t dim, num_layers, num_heads, qk_dim, v_dim;
-  int64_t dtype;       // enum Element: of U, V, Q, K, of tiles and of embeddings; the residual stream is float32
+  int64_t dtype;       // enum Element: of U, V, Q, K and of embeddings; the residual stream is float32
   int64_t norm_group;  // width that norm_attention is over: Dv, or H Dv
   int64_t is_joined;   // `out` reads [U, attention, U * norm], not the last alone
   int64_t is_silu;     // on U, V, Q and K, not on U alone
   int64_t position_buckets;
-  double alpha, scale;  // factors on Q K^T, and on the attention
+  double alpha, scale;    // factors on Q K^T, and on the attention
+  int64_t recent, first;  // window, as Hstu's
   const PassLayer *layers;
 };
 
@@ -50,6 +51,7 @@ struct PassSegment {
   uint64_t k, v;             // addresses of all pages in tiles, [layer, page, tile, H, width * 64]
   int64_t k_layer, v_layer;  // elements from one layer to the next
   int64_t page_tiles, num_pages;
+  int64_t gap_at, gap;  // as Hstu's
 };
 
 struct HstuPass {
@@ -61,8 +63,9 @@ struct HstuPass {
   int64_t num_items, num_actions;
   const float *x;  // [num_rows, dim] of every request's new tokens, then candidates; null: made of embeddings
   int64_t num_rows;
-  float *out;     // [candidates, dim or the head's outputs]
-  void *scratch;  // hstu_pass_bytes, aligned to 64
+  int64_t tile_dtype;  // enum Element: `model->dtype`, or kInt8
+  float *out;          // [candidates, dim or the head's outputs]
+  void *scratch;       // hstu_pass_bytes, aligned to 64
 };
 
 enum PassError : int64_t { kBadNumbers = -1, kBadPages = -2, kBadItem = -3, kBadAction = -4 };

@@ -217,9 +217,19 @@ struct Work {
   int64_t limit;                 // columns that any row sees
   int64_t first_limit;           // columns that the first row sees; each further row sees `more` more, up to limit
   int64_t more;
+  int64_t hidden,
+      first_seen;  // columns [hidden, first_seen) are hidden from the first row; further rows lose `more` more
   float slope;
-  float *out;  // [R, dv]
+  float *out;                                // [R, dv]
+  const float *q_scale, *k_scale, *v_scale;  // of integers: [R], [kTile], [kTile]
 };
+
+// Makes the weights of columns that row r does not see zero, up to `end`.
+template <class M, class A>
+NPU_GR_INLINE void hide(const Work<M> &w, int r, int64_t end, A *weights) {
+  for (int64_t c = most(0, w.first_limit + r * w.more); c < end; c++) weights[c] = 0;
+  for (int64_t c = w.hidden, last = least(kTile, w.first_seen + r * w.more); c < last; c++) weights[c] = 0;
+}
 
 template <class M, int R, int C>
 NPU_GR_APART void weigh(const Work<M> &w, int64_t column, typename M::A (&weights)[R][kTile]) {
@@ -266,8 +276,7 @@ void tile(const Work<M> &w) {
     at_most<kColumns>((w.limit - column + kLanes - 1) / kLanes,
                       [&](auto c) { weigh<M, R, c.value>(w, column, weights); });
   const int64_t steps = (w.limit + M::kUnits - 1) / M::kUnits;
-  for (int r = 0; r < R; r++)
-    for (int64_t c = most(0, w.first_limit + r * w.more); c < steps * M::kUnits; c++) weights[r][c] = 0;
+  for (int r = 0; r < R; r++) hide(w, r, steps * M::kUnits, weights[r]);
   for (int64_t column = 0; column < w.dv; column += kWidth)
     at_most<kColumns>((w.dv - column) / kLanes, [&](auto c) { gather<M, R, c.value>(w, column, steps, weights); });
 }

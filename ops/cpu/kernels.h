@@ -13,12 +13,12 @@
 #include "items_call.h"
 #include "order_call.h"
 
-#define NPU_GR_ABI 11  // raise it with every change of this table; `library.py` has the same number
+#define NPU_GR_ABI 13  // raise it with every change of this table; `library.py` has the same number
 
 extern "C" {
 
 // What a buffer of floating-point numbers holds.
-enum Element : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+enum Element : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };  // kInt8: of tiles of keys and values alone
 
 // The best continuations of a request's beams; see Backend.beam_topk for what it means.
 struct TopkJob {

@@ -98,9 +98,53 @@ void pack(const Pack &call) {
   }
 }
 
+// Passes the numbers of a row of one head in int8 to `put`, and returns their scale: `quantise` of tiles.py.
+template <class Row, class F>
+NPU_GR_INLINE bf16 quantise(const Row *from, int64_t n, F put) {
+  float top = 0, faults = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const float x = widen(from[i]);
+    top = fabsf(x) > top ? fabsf(x) : top;
+    faults += x * 0.0f;
+  }
+  const bf16 scale = faults == 0 ? narrow(top < 0x1p-100f ? 0.0f : top / 127.0f) : 0x7fc0;  // or NaN
+  const float step = widen(scale);
+  for (int64_t i = 0; i < n; i++) {
+    const float x = step > 0 ? widen(from[i]) / step + 12582912.0f - 12582912.0f : 0;  // to the nearest, ties to even
+    put(i, (int8_t)(int32_t)(x > 127 ? 127.0f : x < -127 ? -127.0f : x));
+  }
+  return scale;
+}
+
+template <class Row>
+void pack_int8(const Pack &call) {
+  const int64_t dq = padded(call.qk_dim, 2), dv = padded(call.v_dim, 16), heads = call.num_heads;
+  for (int64_t row = 0; row < call.num_rows; row++) {
+    const int64_t token = (call.first_token + row) % kTile, tile = (call.first_token + row) / kTile;
+    for (int64_t h = 0; h < heads; h++) {
+      int8_t *k = (int8_t *)call.into.k + (tile * heads + h) * (dq + 2) * kTile;
+      int8_t *v = (int8_t *)call.into.v + (tile * heads + h) * (dv + 2) * kTile;
+      const Row *from_k = (const Row *)call.k.data + row * call.k.row_stride + h * call.k.head_stride;
+      const Row *from_v = (const Row *)call.v.data + row * call.v.row_stride + h * call.v.head_stride;
+      const auto put_k = [&](int64_t d, int8_t x) { k[(d / 2 * kTile + token) * 2 + d % 2] = x; };
+      const auto put_v = [&](int64_t d, int8_t x) { v[(token / 2 * dv + d) * 2 + token % 2] = x; };
+      ((bf16 *)(k + dq * kTile))[token] = quantise(from_k, call.qk_dim, put_k);
+      ((bf16 *)(v + dv * kTile))[token] = quantise(from_v, call.v_dim, put_v);
+      for (int64_t d = call.qk_dim; d < dq; d++) put_k(d, 0);
+      for (int64_t d = call.v_dim; d < dv; d++) put_v(d, 0);
+      if (row + 1 < call.num_rows) continue;
+      for (int64_t t = token + 1; t < kTile; t++) {  // a weight of zero must not meet a NaN
+        ((bf16 *)(v + dv * kTile))[t] = 0;
+        for (int64_t d = 0; d < dv; d++) v[(t / 2 * dv + d) * 2 + t % 2] = 0;
+      }
+    }
+  }
+}
+
 void pack_kv(const Pack *at) {
   const Pack &call = *at;
   const bool narrow_rows = call.row_dtype == kBFloat16;
+  if (call.tile_dtype == kInt8) return narrow_rows ? pack_int8<bf16>(call) : pack_int8<float>(call);
   if (call.tile_dtype == kFloat32) return narrow_rows ? pack<bf16, float>(call) : pack<float, float>(call);
   return narrow_rows ? pack<bf16, bf16>(call) : pack<float, bf16>(call);
 }

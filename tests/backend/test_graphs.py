@@ -17,6 +17,7 @@ from npu_gr.backend import graphs
 from npu_gr.backend.cuda import CUDABackend
 from npu_gr.backend.graphs import BUCKETS, Graphs
 from npu_gr.backend.torch_ops import TorchOps
+from npu_gr.core.health import UNKNOWN_S, Worker
 from npu_gr.engine.generate_engine import Generator
 from npu_gr.metrics.registry.requests import GRAPH_OUTCOMES
 from npu_gr.model import decoder as experts
@@ -100,8 +101,9 @@ def test_the_least_recently_used_graph_makes_room(
     device: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
-    counted = list[str]()
-    made, owner = Graphs(device, device.CUDAGraph, never, counted.append), nn.Identity()
+    counted, padded = list[str](), list[tuple[object, ...]]()
+    made = Graphs(device, device.CUDAGraph, never, counted.append, lambda *x: padded.append(x))
+    owner = nn.Identity()
     for what in (1, 2, 1, 3, 1, 2):
         (got,) = made.row_wise(owner, what, lambda x, by=what: (x * by,), [torch.ones(4)])
         assert torch.equal(got, torch.full((4,), float(what)))
@@ -111,6 +113,17 @@ def test_the_least_recently_used_graph_makes_room(
         *("dropped", "captured"),
     ]
     assert set(counted) <= set(graphs.OUTCOMES) == set(GRAPH_OUTCOMES)
+    assert padded == 6 * [("rows", 4, 32)]
+
+
+def test_a_capture_tells_the_heartbeat(device: FakeRuntime) -> None:
+    made, layer, worker = Graphs(device, device.CUDAGraph, never), nn.Linear(3, 5), Worker()
+    limits = []
+    for rows in (7, 31, 33):
+        with worker.busy(2.0):
+            made.row_wise(layer, "work", lambda x: (layer(x),), [torch.randn(rows, 3)])
+            limits += [work.limit_s for work in worker.works()]
+    assert limits == [UNKNOWN_S, 2.0, UNKNOWN_S], "a replay has its usual limit"
 
 
 def test_a_thread_captures_for_itself(device: FakeRuntime) -> None:

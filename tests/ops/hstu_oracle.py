@@ -275,10 +275,8 @@ class Scores(NamedTuple):
         width = self.positions + 576
         near = np.empty((b.heads, 8, width), np.float32)
         for shift in range(8):
-            for x in range(width):
-                near[:, 7 - shift, x] = position[
-                    :, np.clip(287 + self.positions - x - shift, 0, self.positions - 1)
-                ]
+            distance = 287 + self.positions - shift - np.arange(width)
+            near[:, 7 - shift] = position[:, np.clip(distance, 0, self.positions - 1)]
         shape = len(b.requests), b.heads, b.row_slots, b.key_slots
         if self.is_far:
             got = untouched(*shape, dtype=KINDS[b.dtype])

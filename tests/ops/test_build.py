@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from npu_gr.backend.npu.ops import SCHEMAS
+from tests.builds import once
 from tests.ops.ascend_emulator import SOURCES
 from tests.ops.pretended import toolkit
 
@@ -116,12 +117,12 @@ def test_every_kernel_is_launched_and_every_op_is_bound() -> None:
 
 
 @pytest.mark.npu_headers
-def test_binding_type_checks(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_binding_type_checks(tmp_path: Path) -> None:
     """Compile against the real headers of torch and torch_npu; torch_npu is never imported.
 
     What is CANN's own, launch headers and the platform query, is the pretended toolkit's.
     """
-    headers = npu_headers(tmp_path_factory)
+    headers = npu_headers()
     toolkit.headers(tmp_path)
     here = Path(torch.__file__).parent / "include"
     folders = [here, here / "torch/csrc/api/include", headers, headers / "third_party/acl/inc"]
@@ -139,35 +140,24 @@ def test_binding_type_checks(tmp_path_factory: pytest.TempPathFactory, tmp_path:
     assert done.returncode == 0, done.stderr[:3000]
 
 
-def npu_headers(factory: pytest.TempPathFactory) -> Path:
+def npu_headers() -> Path:
     """The include folder of the torch_npu wheel for this torch; `npu` is in the same folder."""
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
-    folder = factory.getbasetemp() / "torch_npu_headers"
-    include = folder / "torch_npu" / "include"
-    if include.is_dir():
-        return include
     minor = ".".join(torch.__version__.split("+")[0].split(".")[:2])
-    folder.mkdir(exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--only-binary",
-        ":all:",
-        "-d",
-        str(folder),
-    ]
-    done = subprocess.run(
-        [*command, f"torch-npu=={minor}.*"], capture_output=True, text=True, check=False
-    )
-    wheels = list(folder.glob("*.whl"))
-    if done.returncode or not wheels:
-        pytest.skip(f"no torch_npu {minor} wheel can be had here: {done.stderr.strip()[-200:]}")
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        wanted = ("torch_npu/include/", "torch_npu/npu/")
-        wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith(wanted)])
-    return include
+
+    def get(folder: Path) -> None:
+        folder.mkdir()
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        wanted = ["--only-binary", ":all:", "-d", str(folder), f"torch-npu=={minor}.*"]
+        done = subprocess.run([*pip, *wanted], capture_output=True, text=True, check=False)
+        wheels = list(folder.glob("*.whl"))
+        if done.returncode or not wheels:
+            why = done.stderr.strip()[-200:]
+            pytest.skip(f"no torch_npu {minor} wheel can be had here: {why}")
+        parts = ("torch_npu/include/", "torch_npu/npu/")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith(parts)])
+        wheels[0].unlink()
+
+    return once(f"headers-{minor}", get) / "torch_npu" / "include"

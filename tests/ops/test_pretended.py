@@ -7,16 +7,14 @@ See `tests/ops/pretended/toolkit.py`.
 
 from __future__ import annotations
 
-import importlib
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ops.ascend_emulator import SOURCES
+from npu_gr.backend.npu import ops
 from tests.ops.pretended import toolkit
 
 SMALL = """#include "kernel_operator.h"
@@ -34,12 +32,20 @@ def on_device(*arguments: str, **variables: str) -> subprocess.CompletedProcess[
     return done
 
 
+def on_faults(*asked: str, **variables: str) -> list[dict[str, dict[str, str]]]:
+    """What goes wrong with each of some faults: see `pretended/on_device.py`."""
+    done = on_device("tests.ops.pretended.on_device", str(built()), *asked, **variables)
+    results: list[dict[str, dict[str, str]]] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
 def built() -> Path:
     return toolkit.library() / "out" / "libnpu_gr_ascend_ascend910b.so"
 
 
 def test_build_sh_builds_a_library_whose_operators_are_right() -> None:
-    done = on_device("tests.ops.pretended.on_device", str(built()), "-1", NPU_GR_TRACE_LAUNCHES="1")
+    what = str(built()), "results:-1"
+    done = on_device("tests.ops.pretended.on_device", *what, NPU_GR_TRACE_LAUNCHES="1")
     assert json.loads(done.stdout.splitlines()[-1]) == [{"wrong": {}, "not_rejected": {}}]
     note = json.loads(built().with_suffix(".json").read_text())
     assert (note["cann"], note["torch_npu"], note["soc"]) == (90100, toolkit.VERSION, toolkit.SOC)
@@ -73,27 +79,18 @@ def test_the_doctor_is_well_and_the_backend_runs_the_operators() -> None:
     assert missing - {"CUDA: torch", "CUDA: device"} == {"Ascend driver"}  # a GPU is no matter here
 
 
-def test_each_mistake_of_the_host_code_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Detect swapped arguments, memory freed early, unchecked strides, use of Select's memory."""
-    monkeypatch.syspath_prepend(SOURCES)
-    faults, mutate = importlib.import_module("faults"), importlib.import_module("mutate")
-    sources = toolkit.tree(tmp_path)
-    faults.plant(faults.HOST_FAULTS, sources)
-    switch = tmp_path / "switch.h"
-    switch.write_text(mutate.SWITCH)
-    library = tmp_path / built().name
-    toolkit.bind(sources, library, "-include", str(switch))
-    results = []
+def test_each_mistake_of_the_host_code_is_seen() -> None:
+    """Detect swapped arguments, memory freed early, unchecked strides, use of Select's memory.
+
+    A launch that fails is raised, also where its operator launches more kernels after it.
+    """
     # the platform is asked once a process
-    for numbers in ("0,1,2", "3", ",".join(map(str, range(4, len(faults.HOST_FAULTS))))):
-        done = on_device("tests.ops.pretended.on_device", str(library), numbers)
-        results += json.loads(done.stdout.splitlines()[-1])
-    each = zip(faults.HOST_FAULTS, results, strict=True)
+    results = [*on_faults("results:0,1,2"), *on_faults("results:3")]
+    results += on_faults("results:4,5,6,7,8,9,10,11,12", "launches:-1,13,14,15,16")
+    names = [fault.name for fault in toolkit.planted()[0].HOST_FAULTS]
     seen = {
-        fault.name: [*found["wrong"].values(), *found["not_rejected"].values()]
-        for fault, found in each
+        name: [*found["wrong"].values(), *found["not_rejected"].values()]
+        for name, found in zip(names[:13], results, strict=False)
     }
     assert (
         "csr_" in seen["lo and degree swapped"][0] or "differs" in seen["lo and degree swapped"][0]
@@ -102,6 +99,24 @@ def test_each_mistake_of_the_host_code_is_seen(
     assert "taken" in seen["any strides are taken"]
     assert "UB overflow" in seen["the 8 KB of Select are planned with"][0]
     assert all(seen.values()), seen
+
+    right, all_dropped, *one_dropped = (found["wrong"] for found in results[13:])
+    assert right == {}
+    of_each_op = {name.partition(",")[0] for name in all_dropped}
+    assert of_each_op == set(ops.names())
+    assert [set(found) for found in one_dropped] == [
+        {"masked_topk, case 0, launch 0"},
+        {"csr_gather_topk, case 1, launch 0"},
+        {"csr_gather_topk, case 0, launch 0", "csr_gather_topk, case 1, launch 1"},
+    ]
+
+
+def test_a_workspace_of_more_than_4_gib_is_whole() -> None:
+    faults = toolkit.planted()[0].HOST_FAULTS
+    assert faults[17].name == "the size of a workspace has 32 bits"
+    right, wrong = on_faults("far:-1,17", PRETENDED_CORES=str(1 << 19))
+    assert right["wrong"] == {}
+    assert "GM that is no longer allocated" in wrong["wrong"]["masked_topk"]
 
 
 def small(tmp_path: Path, kernel: str = SMALL) -> tuple[Path, dict[str, str]]:
@@ -149,7 +164,7 @@ def test_the_merge_wants_a_build_type_which_our_cmake_sets(tmp_path: Path) -> No
     text = lists.read_text()
     assert "if(NOT CMAKE_BUILD_TYPE)" in text
     lists.write_text(text.replace("if(NOT CMAKE_BUILD_TYPE)", "if(FALSE)"))
-    shutil.rmtree(sources / "b")
+    (sources / "b" / "CMakeCache.txt").unlink()  # the objects stay
     assert make(sources, defines).returncode != 0
 
 

@@ -27,7 +27,7 @@ from npu_gr.backend.cpu.beams import NativeBeams, NativeTopk
 from npu_gr.backend.cpu.hstu import AffineKernel, HstuKernels
 from npu_gr.backend.cpu.hstu_pass import HstuFindKernel, HstuPassKernel
 from npu_gr.backend.cpu.items import NativeItems, NativeOrder
-from npu_gr.backend.cpu.library import ELEMENT, Native, NativeError, load
+from npu_gr.backend.cpu.library import ELEMENT, TILE_ELEMENT, Native, NativeError, load
 from npu_gr.backend.names import NativeMode
 from npu_gr.backend.tiles import TILE_TOKENS, Tiles
 from npu_gr.backend.torch_ops import TorchOps
@@ -115,7 +115,7 @@ class CPUBackend(TorchOps):
         return super().beam_attention(call)
 
     def arrangement(self, dtype: torch.dtype, page_tokens: int) -> Arrangement:
-        fits = self._hstu and dtype in ELEMENT and page_tokens % TILE_TOKENS == 0
+        fits = self._hstu and dtype in TILE_ELEMENT and page_tokens % TILE_TOKENS == 0
         return "tiles" if fits else "natural"
 
     def pack_kv(self, into: Tiles, first_token: int, k: Tensor, v: Tensor) -> None:
@@ -143,11 +143,11 @@ class CPUBackend(TorchOps):
         return self._find(call) if self._hstu and call.next.dtype in ELEMENT else None
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
-        if self._hstu and call.q.dtype in ELEMENT and call.is_plain:
+        if self._hstu and self._hstu.takes(call):
             return self._hstu.causal(call)
         return super().hstu_causal(call)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
-        if self._hstu and call.q.dtype in ELEMENT and call.is_plain:
+        if self._hstu and self._hstu.takes(call):
             return self._hstu.targets(call)
         return super().hstu_targets(call)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from npu_gr.backend.calls import HstuCall
-from npu_gr.backend.cpu.library import ELEMENT, Native, Scratch
+from npu_gr.backend.cpu.library import ELEMENT, TILE_ELEMENT, Native, Scratch
 from npu_gr.backend.tiles import TILE_TOKENS, Slab, Tiles, empty, padded, unpack
 
 
@@ -54,6 +54,7 @@ class _Hstu(Structure):
         ("position_buckets", c_int64),
         ("time_bias", c_void_p),
         ("alpha", c_double),
+        *((name, c_int64) for name in ("recent", "first", "gap_at", "gap")),
         ("scratch", c_void_p),
     ]
 
@@ -97,10 +98,16 @@ class HstuKernels:
         k = _unit_stride(k)
         v = _unit_stride(v)
         call = _Pack(
-            len(k), k.shape[1], into.qk_dim, into.v_dim, ELEMENT[k.dtype], ELEMENT[into.k.dtype],
+            len(k), k.shape[1], into.qk_dim, into.v_dim,
+            ELEMENT[k.dtype], TILE_ELEMENT[into.k.dtype],
             _rows(k), _rows(v), first_token, _tiles(into),
         )  # fmt: skip
         self._kernels.pack_kv(byref(call))
+
+    def takes(self, call: HstuCall) -> bool:
+        """Whether the kernels support a call: a gap of its window must be one of whole tiles."""
+        aligned = call.window is None or not (call.window.gap_at | call.window.gap) % TILE_TOKENS
+        return call.q.dtype in ELEMENT and call.has_plain_times and aligned
 
     def causal(self, call: HstuCall) -> Tensor:
         return self._attend(self._kernels.hstu_causal, call, None, [*call.cached, (call.k, call.v)])
@@ -122,7 +129,7 @@ class HstuKernels:
         out = call.q.new_empty(rows, heads, v_dim)
         if not rows:
             return out
-        runs = self._in_tiles(slabs, call.q.dtype)
+        runs = self._in_tiles(slabs, call.stored or call.q.dtype)
         assert sum(run.num_tokens for run in runs) == len(call.times)
         dtype = runs[0].k.dtype if runs else call.q.dtype
         q = _unit_stride(call.q)
@@ -130,11 +137,12 @@ class HstuKernels:
         position, time = (table.float().contiguous() for table in call.bias)
         own_k, own_v = own if own else (q, q)
         native = _Hstu(
-            rows, heads, qk_dim, v_dim, ELEMENT[q.dtype], ELEMENT[dtype],
+            rows, heads, qk_dim, v_dim, ELEMENT[q.dtype], TILE_ELEMENT[dtype],
             _rows(q), _rows(own_k), _rows(own_v), _rows(out),
             (_Tiles * len(runs))(*map(_tiles, runs)), len(runs),
             len(times), times.data_ptr(), call.query_time,
             position.data_ptr(), position.shape[1], time.data_ptr(), call.alpha,
+            *(call.window or (0, 0, 0, 0)),
         )  # fmt: skip
         native.scratch = self.scratch.at(
             self._kernels.hstu_scratch_bytes(byref(native), own is None)

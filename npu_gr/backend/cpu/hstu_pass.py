@@ -33,7 +33,8 @@ from npu_gr.backend.calls import (
 )
 from npu_gr.backend.cpu.hstu import AffineKernel, HstuKernels
 from npu_gr.backend.cpu.items import ItemsJob
-from npu_gr.backend.cpu.library import ELEMENT, Native, address
+from npu_gr.backend.cpu.library import ELEMENT, TILE_ELEMENT, Native, address
+from npu_gr.backend.tiles import TILE_TOKENS
 
 _ERRORS = {
     -1: (ValueError, "the numbers of a pass do not describe its requests"),
@@ -78,6 +79,7 @@ class _Model(Structure):
         ),
         *((name, c_int64) for name in ("norm_group", "is_joined", "is_silu", "position_buckets")),
         *((name, c_double) for name in ("alpha", "scale")),
+        *((name, c_int64) for name in ("recent", "first")),
         ("layers", POINTER(_Layer)),
     ]
 
@@ -93,7 +95,7 @@ class PassJob(Structure):
         *((name, c_void_p) for name in ("items", "actions")),
         *((name, c_int64) for name in ("num_items", "num_actions")),
         ("x", c_void_p),
-        ("num_rows", c_int64),
+        *((name, c_int64) for name in ("num_rows", "tile_dtype")),
         *((name, c_void_p) for name in ("out", "scratch")),
     ]
 
@@ -170,8 +172,9 @@ class HstuPassKernel:
         """Describe a call, except its head and outputs; None = the kernels do not support it."""
         parts: list[Any] = []
         num_candidates = 0
+        tile_dtype = call.segments[0].stored or call.dtype if call.segments else call.dtype
         for segment in call.segments:
-            numbers = _numbers(segment, call.dtype, call.embeddings is not None)
+            numbers = _numbers(segment, call.dtype, tile_dtype, call.embeddings is not None)
             if numbers is None:
                 return None
             parts += numbers
@@ -193,6 +196,7 @@ class HstuPassKernel:
         else:
             held.append(x := call.rows().contiguous())
             native.x, native.num_rows = x.data_ptr(), x.shape[0]
+        native.tile_dtype = TILE_ELEMENT[tile_dtype]
         return PreparedPass(native, described.heads, num_candidates, held)
 
     def _describe(
@@ -257,7 +261,8 @@ class HstuPassKernel:
             first.uvqk.in_features, len(weights.layers),
             weights.num_heads, weights.qk_dim, weights.v_dim,
             ELEMENT[dtype], first.norm_attention.weight.numel(), weights.is_joined,
-            weights.silu_all, first.bias.position.shape[1], weights.alpha, weights.scale, layers,
+            weights.silu_all, first.bias.position.shape[1], weights.alpha, weights.scale,
+            *(weights.window or (0, 0))[:2], layers,
         )  # fmt: skip
         heads = {name: head(of) for name, of in weights.heads.items()}
         places = _places(owner, read)
@@ -281,22 +286,26 @@ def _places(owner: nn.Module, read: Sequence[Tensor]) -> _Places:
     return _Places(found)
 
 
-def _numbers(segment: HstuSegment, dtype: torch.dtype, has_ids: bool) -> list[Any] | None:
-    """Describe a request as arrays and lists of int64; None = its pages are not supported."""
-    cached, new, own, times, query_time, pages, keeps, ids = segment
+def _numbers(
+    segment: HstuSegment, dtype: torch.dtype, tile_dtype: torch.dtype, has_ids: bool
+) -> list[Any] | None:
+    """Describe a request as arrays and lists of int64; None = not supported: its pages or gap."""
+    cached, new, own, times, query_time, pages, keeps, ids, *gap, stored = segment
+    if any(part % TILE_TOKENS for part in gap) or (stored or dtype) != tile_dtype:
+        return None
     if len(times) != cached + new:
         raise ValueError(f"a request has {len(times)} times for {cached + new} tokens")
     if pages is None:
         if cached or keeps:
             return None
-        numbers = [0, new, own, query_time, 0, 0, 0, 0, 0, 0, 0, 0]
+        numbers = [0, new, own, query_time, *[0] * 8, *gap]
     else:
         k, v = pages.k, pages.v
-        if not pages.is_tiles or k.dtype != dtype:
+        if not pages.is_tiles or k.dtype != tile_dtype:
             return None
         numbers = [
             cached, new, own, query_time, keeps, len(pages.runs),
-            k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), k.shape[2], k.shape[1],
+            k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), k.shape[2], k.shape[1], *gap,
         ]  # fmt: skip
         for run in pages.runs:
             numbers += run

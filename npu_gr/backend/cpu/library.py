@@ -16,10 +16,11 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-ABI = 11  # NPU_GR_ABI of ops/cpu/kernels.h
+ABI = 13  # NPU_GR_ABI of ops/cpu/kernels.h
 # best first; generic on x86-64, neon on aarch64
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic", "neon")
 ELEMENT = {torch.float32: 0, torch.bfloat16: 1}  # dtypes of the kernels' buffers: enum Element
+TILE_ELEMENT = {**ELEMENT, torch.int8: 2}  # of tiles of keys and values
 
 LIBRARY = Path(__file__).with_name("_native.abi3.so")
 

@@ -24,7 +24,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from npu_gr.backend.base import HstuPass, accumulator
+from npu_gr.backend.base import HSTU, HstuPass, accumulator
 from npu_gr.backend.best_items import Best, Hidden
 from npu_gr.backend.calls import (
     BeamCall,
@@ -60,6 +60,7 @@ class NPUBackend(StreamedOps):
     """Runs native Ascend operators if they are installed and support the call, else torch ops."""
 
     name = "npu"
+    has_int8 = False  # no kernel here reads the scales
 
     def __init__(
         self,
@@ -224,9 +225,10 @@ class NPUBackend(StreamedOps):
         }
         return (*(way for way, it_does in takes.items() if it_does), "torch")
 
-    def running(self, way: str) -> Self:
+    def running(self, way: str, op: str = HSTU) -> Self:
+        assert op == HSTU, "a generator's ops have one implementation each"
         made = copy.copy(self)
-        made.ops = {**self.ops, "hstu_attention": way}
+        made.ops = {**self.ops, op: way}
         made._passes = self._passes if way == "ascend_c" else None
         made._paged = self._paged if way == "mxrec" else None
         made._triton = self._triton if way == "triton" else None

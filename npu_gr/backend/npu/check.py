@@ -48,7 +48,7 @@ def disagreements(device: torch.device, ops: Any = None) -> Iterator[tuple[str, 
     for schema in ascend_ops.SCHEMAS:
         name = schema.split("(")[0]
         wrong = [
-            why for arguments in _cases(name) if (why := difference(name, arguments, device, ops))
+            why for arguments in cases(name) if (why := difference(name, arguments, device, ops))
         ]
         yield name, wrong[0] if wrong else ""
 
@@ -97,7 +97,8 @@ def _results(
     return [x.cpu() for x in results]
 
 
-def _cases(name: str) -> Iterator[list[Any]]:
+def cases(name: str) -> Iterator[list[Any]]:
+    """Yield arguments of an operator, with tensors on the host."""
     if name.startswith("hstu_"):
         yield from hstu_cases(name)
         return
@@ -229,5 +230,5 @@ def service_calls(name: str, quick: bool = False) -> Iterator[tuple[str, list[An
         parent = torch.randint(0, beams, (beams,), generator=generator, dtype=torch.int32)
         yield f"8 layers x {beams} beams bf16", [*planes, parent, 2]
     else:  # the cases of `disagreements` already have such shapes
-        for number, arguments in enumerate(_cases(name)):
+        for number, arguments in enumerate(cases(name)):
             yield f"case {number}", arguments

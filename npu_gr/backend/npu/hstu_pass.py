@@ -184,6 +184,7 @@ class KernelPass:
         # two entries: all layers but the last, and the last
         self._row_slots = list[int]()  # per request
         self._query_slots = list[int]()  # of all requests together
+        self._used_scores = list[int]()
         self._blocks = list[list[ScoreBlock]]()
         self.slots = Slots(
             requests, padded.rows, keys, call.num_heads, call.qk_dim, call.v_dim, call.dtype
@@ -191,6 +192,7 @@ class KernelPass:
         missing = requests - len(segments)
         for is_last in (False, True):
             entries = _entries(call, page_tokens, is_last)
+            self._used_scores.append(sum(e.rows * e.keys for e in entries))
             rows = padded.rows if self._is_graph else row_slots(max(e.rows for e in entries))
             queries = row_slots(sum(e.rows for e in entries))
             laid = batch_times(entries, times, rows, keys)
@@ -235,6 +237,8 @@ class KernelPass:
             if graphs is not None:
                 graphs.counted("launched")
             return launches(x, joined)[0][: self._num_candidates]
+        slots = self.slots
+        graphs.padded("scores", self._used_scores[0], slots.requests * slots.rows * slots.keys)
         padded = x.new_zeros(self._query_slots[0], x.shape[1])
         padded[: len(x)] = x
         pages = None if self._planes is None else self._planes(0)[0].data_ptr()
@@ -242,7 +246,7 @@ class KernelPass:
         key = (
             "hstu_pass",
             shapes,
-            self.slots,
+            slots,
             bool(self._num_candidates),
             pages,
         )

@@ -16,7 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from npu_gr.backend.calls import BeamCall
-from npu_gr.backend.triton.hstu import ROWS, precision, step_keys, wide
+from npu_gr.backend.triton.hstu import (
+    ROWS,
+    DeviceLimits,
+    Tile,
+    limits_of,
+    precision,
+    step_keys,
+    wide,
+)
 
 SPAN = 1024  # keys of one program
 MERGE_ROWS = 16
@@ -128,6 +136,20 @@ def merge_kernel(
     tl.store(into, output / total[:, None], mask=inside)
 
 
+def tile_of(dtype: torch.dtype, dim: int, limits: DeviceLimits) -> Tile:
+    """Choose the sizes of `shared_kernel`: wide heads, and fp32, want fewer rows for registers.
+
+    Args:
+        dtype: Dtype of the numbers.
+        dim: Width of a head.
+        limits: Limits of the device.
+    """
+    row_bytes = wide(dim) * dtype.itemsize
+    rows = ROWS if row_bytes <= 256 and dtype.itemsize == 2 else 32 if row_bytes <= 512 else 16
+    tile = Tile(min(rows, ROWS), step_keys(dtype, dim), 4 if dtype.itemsize == 2 else 8, 3)
+    return tile.within(limits, wide(dim), dtype)
+
+
 def attend(call: BeamCall) -> Tensor:
     """Compute `Backend.beam_attention`."""
     q = call.q
@@ -139,14 +161,15 @@ def attend(call: BeamCall) -> Tensor:
     spans = [-(-len(k) // SPAN) for k, _ in shared]
     peaks, totals = q.new_empty(2, sum(spans), kv_heads, folded, dtype=torch.float32)
     outputs = q.new_empty(sum(spans), kv_heads, folded, dim, dtype=torch.float32)
+    tile = tile_of(q.dtype, dim, limits_of(q.device))
     first_span = 0
     for (k, v), num_spans in zip(shared, spans, strict=True):
-        shared_kernel[(-(-folded // ROWS), kv_heads, num_spans)](
+        shared_kernel[(-(-folded // tile.rows), kv_heads, num_spans)](
             q, *q.stride()[:2], num_rows, folded, k, *k.stride()[:2], v, *v.stride()[:2], len(k),
             call.scale,
             peaks, totals, outputs, first_span, group,
-            dim=dim, dim_wide=wide(dim), rows=ROWS, keys=step_keys(q.dtype, dim), span=SPAN,
-            precision=precision(q.dtype),
+            dim=dim, dim_wide=wide(dim), rows=tile.rows, keys=tile.keys, span=SPAN,
+            precision=precision(q.dtype), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         first_span += num_spans
     out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -20,6 +20,7 @@ of the result, and adds up if many logits are negative.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -44,6 +45,11 @@ PROGRAMS = 264
 MAX_PARTS = 16  # per slab
 MIN_STEPS = 4  # per part
 NUMBERS = 1024  # numbers per program of `sum_kernel`
+MIN_ROWS = 16  # of a matrix unit
+MAX_NUMBERS = 1 << 31  # between the first and the last row of a slab
+# compute capabilities: 9 multiplies 64 rows by four warps; from 10 on two fp32 are one instruction
+WARP_GROUPS = 9
+PAIRS_FROM = 10
 
 IN = -math.log2(math.e)  # factor on tables and alpha
 _SCALE = tl.constexpr(-math.log(2.0))
@@ -56,6 +62,7 @@ _WIDE = tl.constexpr(3)
 # how table entries are read
 PLAIN = tl.constexpr(0)  # loads by address
 FAST = tl.constexpr(1)  # NVIDIA instructions
+PAIRS = tl.constexpr(3)  # as FAST, for devices from sm_100 on, which compute two fp32 at once
 # Ascend: one select per bucket, and distances stored in rows; floats are compared, because
 # comparing integers would be scalar code
 SELECTS = tl.constexpr(2)
@@ -84,9 +91,36 @@ def clock_kernel(times, num_tokens, seconds, limits, tokens: tl.constexpr):
         tl.store(seconds + at, since.to(tl.int32), mask=at < num_tokens)
 
 
+@triton.jit(do_not_specialize=["num_keys"])
+def bounds_kernel(seconds, num_keys, bounds, keys: tl.constexpr):
+    """Write the range of a step's seconds: the largest in the upper half, the least in the lower.
+
+    Program i is step i of a slab, whose seconds begin at `seconds`.
+    """
+    at = tl.program_id(0) * keys + tl.arange(0, keys)
+    inside = at < num_keys
+    least = tl.min(tl.load(seconds + at, mask=inside, other=0x7FFFFFFF), 0)
+    most = tl.max(tl.load(seconds + at, mask=inside, other=0), 0)
+    tl.store(bounds + tl.program_id(0), (most.to(tl.int64) << 32) | least.to(tl.int64))
+
+
 @triton.jit
 def _weights(y, how: tl.constexpr):
     """Compute -SiLU(x) log2(e) of y = -x log2(e)."""
+    if how == PAIRS:  # as FAST, two numbers an instruction
+        return tl.inline_asm_elementwise(
+            """{ .reg .f32 a, b; .reg .b64 one, y, w;
+            ex2.approx.ftz.f32 a, $2; ex2.approx.ftz.f32 b, $3;
+            mov.b64 w, {a, b}; mov.b64 one, {0f3F800000, 0f3F800000}; add.rn.f32x2 w, w, one;
+            mov.b64 {a, b}, w; rcp.approx.ftz.f32 a, a; rcp.approx.ftz.f32 b, b;
+            mov.b64 w, {a, b}; mov.b64 y, {$2, $3}; mul.rn.f32x2 w, w, y;
+            mov.b64 {$0, $1}, w; }""",
+            "=f,=f,f,f",
+            [y],
+            tl.float32,
+            True,
+            2,
+        )
     if how == FAST:  # an infinite power gives the weight 0
         power = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [y], tl.float32, True, 1
@@ -100,7 +134,7 @@ def _weights(y, how: tl.constexpr):
 @triton.jit
 def _look_up(table, index, how: tl.constexpr):
     """Gather fp32 numbers; FAST loads into registers, not through shared memory."""
-    if how == FAST:
+    if how == FAST or how == PAIRS:  # noqa: SIM109  (Triton has no `in`)
         found = tl.inline_asm_elementwise(
             "{ .reg .u64 at; mad.wide.s32 at, $1, 4, $2; ld.global.nc.f32 $0, [at]; }",
             "=f,r,l",
@@ -133,8 +167,28 @@ def _bucket(seconds):
 
 
 @triton.jit
+def _seconds(row_time, key_time, kind: tl.constexpr):
+    """Compute the seconds between rows and keys, and 1, which narrow row times include."""
+    if kind == _WIDE:
+        seconds = tl.minimum(tl.maximum(row_time - key_time, 0), 2147483647) + 1
+    else:
+        seconds = tl.maximum(row_time - key_time, 1)
+    return seconds
+
+
+@triton.jit
+def _least(bucket):
+    """Compute the least seconds of a bucket >= 0, whose conversion to fp32 rounds to its border."""
+    half = bucket & 1
+    power = bucket >> 1
+    border = (((half + 2).to(tl.int64) << power) + 1) >> 1
+    return (border - ((tl.full([], 1, tl.int64) << power) >> (25 - half))).to(tl.int32)
+
+
+@triton.jit
 def _attend_keys(
     acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_time, key_times,
+    bounds, first_second, last_second,
     by_time, by_distance,
     buckets, alpha, in_qk, in_v, qk, vd, corner,
     kind: tl.constexpr, targets: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
@@ -142,11 +196,13 @@ def _attend_keys(
     how: tl.constexpr,
 ):  # fmt: skip
     """Add one step's keys to the sums."""
-    look: tl.constexpr = PLAIN if targets and how == FAST else how
-    at = start + tl.arange(0, keys)
+    look: tl.constexpr = PLAIN if targets else how
+    lane = tl.arange(0, keys)
+    at = start + lane
     in_keys = at < num_keys
-    key_offset = k + at[:, None].to(tl.int64) * k_row + qk[None, :]
-    value_offset = v + at[:, None].to(tl.int64) * v_row + vd[None, :]
+    # a slab has less than 2^31 numbers (`takes`); the offsets of a step's rows never change
+    key_offset = k + start * k_row + (lane[:, None] * k_row + qk[None, :])
+    value_offset = v + start * v_row + (lane[:, None] * v_row + vd[None, :])
     if kind >= _EDGE:
         key = tl.load(key_offset, mask=in_keys[:, None] & in_qk, other=0.0)
         value = tl.load(value_offset, mask=in_keys[:, None] & in_v, other=0.0)
@@ -155,10 +211,28 @@ def _attend_keys(
         key = tl.load(key_offset, mask=in_qk, other=0.0)
         value = tl.load(value_offset, mask=in_v, other=0.0)
         key_time = tl.load(key_times + first_key + at)[None, :]
-    if kind == _WIDE:
-        seconds = tl.minimum(tl.maximum(row_time - key_time, 0), 2147483647) + 1
-    else:
-        seconds = tl.maximum(row_time - key_time, 1)  # row_time includes the + 1
+    key_at = (first_key + at)[None, :]
+    y = tl.dot(queries, tl.trans(key), input_precision=precision) * alpha
+    if kind >= _NEAR and how == SELECTS:  # the table holds the block's rows: see `_distances`
+        column = tl.maximum(buckets + keys - (corner - first_key - start), 0) + tl.arange(0, keys)
+        if targets:
+            y += tl.load(by_distance + column)[None, :]
+        else:
+            line = tl.arange(0, rows) * (buckets + rows + 2 * keys)
+            y += tl.load(by_distance + line[:, None] + column[None, :])
+    elif kind == _NEAR and look != PLAIN:  # rows are 4 bytes apart, so loads share an address
+        row_bias = by_distance.to(tl.int64) + 4 * (row_at - first_key - start).to(tl.int64)
+        y += tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];",
+            "=f,l",
+            [row_bias - 4 * lane.to(tl.int64)[None, :]],
+            tl.float32,
+            True,
+            1,
+        )
+    elif kind >= _NEAR:
+        distance = tl.minimum(tl.maximum(row_at - key_at, 0), buckets - 1)
+        y += _look_up(by_distance, distance, look)
     if how == SELECTS:
         least = tl.min(row_time) - tl.max(key_time)
         most = tl.max(row_time) - tl.min(key_time)
@@ -168,31 +242,32 @@ def _attend_keys(
         else:
             least = tl.maximum(least, 1)
             most = tl.maximum(most, 1)
-        bias = _select(by_time, seconds, least, most)
+        bias = _select(by_time, _seconds(row_time, key_time, kind), least, most)
+        weights = _weights(y + bias, how).to(value.dtype)
+    elif targets or kind == _WIDE:
+        bias = _look_up(by_time, _bucket(_seconds(row_time, key_time, kind)), look)
+        weights = _weights(y + bias, how).to(value.dtype)
     else:
-        bias = _look_up(by_time, _bucket(seconds), look)
-    key_at = (first_key + at)[None, :]
-    if kind >= _NEAR and how == SELECTS:  # the table holds the block's rows: see `_distances`
-        column = tl.maximum(buckets + keys - (corner - first_key - start), 0) + tl.arange(0, keys)
-        if targets:
-            bias += tl.load(by_distance + column)[None, :]
+        range_ = tl.load(bounds + start // keys)
+        lowest = _bucket(tl.maximum(first_second - (range_ >> 32).to(tl.int32), 1))
+        highest = _bucket(tl.maximum(last_second - range_.to(tl.int32), 1))
+        if lowest == highest:
+            weights = _weights(y + tl.load(by_time + lowest), how).to(value.dtype)
+        elif lowest + 1 == highest:
+            is_older = key_time <= row_time - _least(highest)
+            bias = tl.where(is_older, tl.load(by_time + highest), tl.load(by_time + lowest))
+            weights = _weights(y + bias, how).to(value.dtype)
         else:
-            line = tl.arange(0, rows) * (buckets + rows + 2 * keys)
-            bias += tl.load(by_distance + line[:, None] + column[None, :])
-    elif kind >= _NEAR:
-        distance = tl.minimum(tl.maximum(row_at - key_at, 0), buckets - 1)
-        bias += _look_up(by_distance, distance, look)
-    weights = _weights(
-        tl.dot(queries, tl.trans(key), input_precision=precision) * alpha + bias, how
-    )
+            bias = _look_up(by_time, _bucket(_seconds(row_time, key_time, kind)), look)
+            weights = _weights(y + bias, how).to(value.dtype)
     if kind >= _EDGE:
         if how == SELECTS:  # positions are exact in fp32
             seen = (at.to(tl.float32) < num_keys.to(tl.float32))[None, :]
             seen &= key_at.to(tl.float32) <= row_at.to(tl.float32)
         else:
             seen = in_keys[None, :] & (key_at <= row_at)
-        weights = tl.where(seen, weights, 0.0)
-    return acc + tl.dot(weights.to(value.dtype), value, input_precision=precision)
+        weights = tl.where(seen, weights, tl.zeros([], value.dtype))
+    return acc + tl.dot(weights, value, input_precision=precision)
 
 
 @triton.jit
@@ -200,7 +275,8 @@ def attend_part(
     head, part, first,
     q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
     k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
-    times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
+    times, seconds, limits, bounds, query_time, tables, table_row, buckets, alpha, out, heads,
+    first_part, span,
     targets: tl.constexpr, begins: tl.constexpr, whole: tl.constexpr, qk_dim: tl.constexpr,
     v_dim: tl.constexpr,
     qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
@@ -224,12 +300,8 @@ def attend_part(
         mask=in_rows & in_qk,
         other=0.0,
     )
-    if how == SELECTS:
-        by_time = tables + head * (time_buckets + rows * (buckets + rows + 2 * keys))
-        own_distance = buckets + keys
-    else:
-        by_time = tables + head * (time_buckets + buckets)
-        own_distance = 0
+    by_time = tables + head * table_row
+    own_distance = buckets + keys if how == SELECTS else 0
     by_distance = by_time + time_buckets
     k += head * k_head
     v += head * v_head
@@ -262,6 +334,8 @@ def attend_part(
             tl.int32
         )
         row_time = tl.full([1, 1], 0, tl.int64) + query_time
+        first_second = row_second
+        last_second = row_second
         clear = end
         corner = first_row  # the first row's position
     else:
@@ -269,6 +343,8 @@ def attend_part(
         row_at = (first_row + row)[:, None]
         row_second = tl.load(seconds + first_row + row, mask=row < num_rows, other=0)[:, None] + 1
         row_time = tl.load(times + first_row + row, mask=row < num_rows, other=0)[:, None]
+        first_second = tl.min(tl.where(in_rows, row_second, 0x7FFFFFFF))
+        last_second = tl.max(row_second)
         before += first
         end = tl.minimum(end, before + rows)
         clear = tl.minimum(end, before + 1)
@@ -287,7 +363,7 @@ def attend_part(
         for start in range(start_at, stop_at, keys):
             acc = _attend_keys(
                 acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_clock,
-                key_clock, by_time,
+                key_clock, bounds, first_second, last_second, by_time,
                 by_distance, buckets, alpha, in_qk, in_v, qk, vd, corner,
                 kind, targets, rows, keys, precision, how,
             )  # fmt: skip
@@ -310,7 +386,8 @@ def attend_part(
 def hstu_kernel(
     q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
     k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
-    times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
+    times, seconds, limits, bounds, query_time, tables, table_row, buckets, alpha, out, heads,
+    first_part, span,
     targets: tl.constexpr, begins: tl.constexpr, whole: tl.constexpr, qk_dim: tl.constexpr,
     v_dim: tl.constexpr,
     qk_wide: tl.constexpr, v_wide: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
@@ -324,7 +401,8 @@ def hstu_kernel(
         tl.program_id(1), tl.program_id(2), first,
         q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
         k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
-        times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
+        times, seconds, limits, bounds, query_time, tables, table_row, buckets, alpha, out, heads,
+        first_part, span,
         targets, begins, whole, qk_dim, v_dim, qk_wide, v_wide, rows, keys, time_buckets,
         precision, how,
     )  # fmt: skip
@@ -347,6 +425,37 @@ class _Clock(NamedTuple):
 
     seconds: Tensor  # int32 [tokens] since the earliest
     limits: Tensor  # int64 [2], the earliest and the latest
+    # lengths of the slabs, and keys of a step -> ranges of each slab's steps, see `bounds_kernel`
+    bounds: dict[tuple[tuple[int, ...], int], list[Tensor]]
+
+
+class DeviceLimits(NamedTuple):
+    """The limits of a device that decide on a program's sizes."""
+
+    major: int  # of its compute capability; 0 = no CUDA device
+    shared_bytes: int  # most shared memory of one program
+
+
+class Tile(NamedTuple):
+    """Sizes of a program's steps, and how it is compiled."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    def shared_bytes(self, width: int, dtype: torch.dtype) -> int:
+        """Estimate the shared memory: rows and weights, in two halves if fp32, keys and values."""
+        size, halves = dtype.itemsize, 2 if dtype == torch.float32 else 1
+        buffers = 2 * (self.stages - 1) * self.keys * width
+        return size * (halves * self.rows * (width + self.keys) + buffers)
+
+    def within(self, limits: DeviceLimits, width: int, dtype: torch.dtype) -> Tile:
+        """Halve the rows until the shared memory is within the limit, down to a matrix unit's."""
+        tile = self
+        while tile.shared_bytes(width, dtype) > limits.shared_bytes and tile.rows > MIN_ROWS:
+            tile = tile._replace(rows=tile.rows // 2)
+        return tile
 
 
 class _Part(NamedTuple):
@@ -369,8 +478,12 @@ class Attention(threading.local):
         self._tables = WeakIdKeyDictionary()
 
     def takes(self, q: Tensor, slabs: Sequence[Slab]) -> bool:
-        """Return whether the kernel supports the dtypes: all equal, and not fp64."""
-        same = all(plane.dtype == q.dtype for slab in slabs for plane in slab)
+        """Return whether the kernel supports slabs: one dtype, not fp64, < `MAX_NUMBERS` apart."""
+        planes = [plane for slab in slabs for plane in slab]
+        same = all(
+            plane.dtype == q.dtype and len(plane) * plane.stride(0) < MAX_NUMBERS
+            for plane in planes
+        )
         return same and self.takes_numbers(q.dtype)
 
     def takes_numbers(self, dtype: torch.dtype) -> bool:
@@ -404,11 +517,12 @@ class Attention(threading.local):
         q = _unit_stride(call.q)
         clock = self._clock(call.times)
         times = call.times.contiguous()
-        keys = step_keys(q.dtype, max(qk_dim, v_dim))
+        tile = self._tile(q, max(qk_dim, v_dim))
+        rows, keys = tile.rows, tile.keys
         tables = self._bias(call.bias, keys)
         buckets = call.bias.position.shape[1]
         own_k, own_v = (_unit_stride(x) for x in own) if own else (q, q)
-        blocks = -(-num_rows // ROWS)
+        blocks = -(-num_rows // rows)
         # an empty slab if there are no keys, because each candidate sees itself
         held = [slab for slab in slabs if len(slab[0])] or [(call.k[:0], call.v[:0])]
         cut = [
@@ -418,6 +532,7 @@ class Attention(threading.local):
         sums = (
             out if total == 1 else q.new_empty(total, num_rows, heads, v_dim, dtype=torch.float32)
         )
+        bounds = self._bounds(clock, [len(slab[0]) for slab in held], keys, is_causal=own is None)
         first_key = first_part = 0
         for index, (slab, num_parts, span) in enumerate(cut):
             k, v = (_unit_stride(x) for x in slab)
@@ -425,16 +540,17 @@ class Attention(threading.local):
                 q, *q.stride()[:2], own_k, *own_k.stride()[:2], own_v, *own_v.stride()[:2],
                 num_rows,
                 k, *k.stride()[:2], v, *v.stride()[:2], len(k), first_row, first_key,
-                times, *clock, call.query_time, tables, buckets, IN * call.alpha,
+                times, clock.seconds, clock.limits, bounds[index], call.query_time,
+                tables, tables.stride(0), buckets, IN * call.alpha,
                 sums, heads, first_part, span,
             )  # fmt: skip
             constants = {
                 "targets": own is not None, "begins": index == 0, "whole": total == 1,
                 "qk_dim": qk_dim, "v_dim": v_dim,
-                "qk_wide": wide(qk_dim), "v_wide": wide(v_dim), "rows": ROWS, "keys": keys,
+                "qk_wide": wide(qk_dim), "v_wide": wide(v_dim), "rows": rows, "keys": keys,
                 "time_buckets": TIME_BUCKETS,
             }  # fmt: skip
-            self._launch((blocks, heads, num_parts), arguments, constants)
+            self._launch((blocks, heads, num_parts), arguments, constants, tile)
             first_key += len(k)
             first_part += num_parts
         if total > 1:
@@ -448,19 +564,41 @@ class Attention(threading.local):
         grid: tuple[int, int, int],
         arguments: tuple[object, ...],
         constants: Mapping[str, object],
+        tile: Tile,
     ) -> None:
         """Run `attend_part` for [row blocks, heads, parts]."""
         q = arguments[0]
         assert isinstance(q, Tensor)
-        how = FAST if q.is_cuda else PLAIN
-        hstu_kernel[grid](*arguments, **constants, precision=precision(q.dtype), how=how)
+        hstu_kernel[grid](
+            *arguments, **constants, precision=precision(q.dtype), how=how_of(limits_of(q.device)),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def _tile(self, q: Tensor, width: int) -> Tile:
+        return tile_of(q.dtype, width, len(q), limits_of(q.device))
+
+    def _bounds(
+        self, clock: _Clock, sizes: Sequence[int], keys: int, *, is_causal: bool
+    ) -> list[Tensor]:
+        """Return the ranges of each slab's steps; candidates have one time, and read none."""
+        if not is_causal:
+            return [clock.limits] * len(sizes)
+        key = tuple(sizes), keys
+        if key not in clock.bounds:
+            made = clock.bounds[key] = list[Tensor]()
+            first = 0
+            for size in sizes:
+                made.append(clock.limits.new_empty(max(1, -(-size // keys))))
+                bounds_kernel[(len(made[-1]),)](clock.seconds[first:], size, made[-1], keys=keys)
+                first += size
+        return clock.bounds[key]
 
     def _clock(self, times: Tensor) -> _Clock:
         made: _Clock | None = self._clocks.get(times)
         if made is None:
-            made = _Clock(times.new_empty(len(times), dtype=torch.int32), times.new_zeros(2))
+            made = _Clock(times.new_empty(len(times), dtype=torch.int32), times.new_zeros(2), {})
             if len(times):
-                clock_kernel[(1,)](times.contiguous(), len(times), *made, tokens=1024)
+                clock_kernel[(1,)](times.contiguous(), len(times), *made[:2], tokens=1024)
             self._clocks[times] = made
         return made
 
@@ -476,8 +614,11 @@ class Attention(threading.local):
         return known[1]
 
     def _distances(self, by_distance: Tensor, keys: int) -> Tensor:
-        """Arrange a table [H, P] for the kernel, for steps of `keys` keys."""
-        return by_distance
+        """Arrange a table [H, P] for the kernel, for steps of `keys` keys.
+
+        A block that is near reads up to its rows and keys behind the table, where all is zero.
+        """
+        return torch.nn.functional.pad(by_distance, (0, 2 * ROWS + keys))
 
 
 def _parts(fills: int, programs: int, num_keys: int, step: int) -> tuple[int, int]:
@@ -501,6 +642,38 @@ def step_keys(dtype: torch.dtype, width: int) -> int:
     """Return the keys of a step: fewer for wide heads, and fp32 with its four-fold registers."""
     keys = KEYS if dtype.itemsize == 2 else KEYS // 4
     return max(16, keys * 128 // max(128, wide(width)))
+
+
+@functools.cache
+def limits_of(device: torch.device) -> DeviceLimits:
+    """Ask a device for its limits; off CUDA there are none."""
+    if device.type != "cuda":
+        return DeviceLimits(0, 1 << 31)
+    known = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    return DeviceLimits(torch.cuda.get_device_capability(device)[0], known["max_shared_mem"])
+
+
+def how_of(limits: DeviceLimits) -> tl.constexpr:
+    """Return how a device reads tables and computes exponentials."""
+    return PLAIN if not limits.major else PAIRS if limits.major >= PAIRS_FROM else FAST
+
+
+def tile_of(dtype: torch.dtype, width: int, num_rows: int, limits: DeviceLimits) -> Tile:
+    """Choose the sizes of `hstu_kernel`.
+
+    Args:
+        dtype: Dtype of the numbers.
+        width: The larger of the widths of a head's keys and values.
+        num_rows: Rows of the call.
+        limits: Limits of the device.
+    """
+    keys = step_keys(dtype, width)
+    tile = Tile(ROWS, keys, 4, 3)
+    if limits.major not in (0, WARP_GROUPS) and dtype.itemsize == 2:
+        tile = Tile(2 * ROWS if num_rows > ROWS else ROWS, keys, 8, 2)
+    elif limits.major > WARP_GROUPS:
+        tile = Tile(ROWS // 2, keys, 8, 3)
+    return tile.within(limits, wide(width), dtype)
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -46,7 +46,8 @@ MAX_TOKENS = 1 << 24  # positions are compared in fp32
 def hstu_tasks_kernel(
     q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
     k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
-    times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part, span,
+    times, seconds, limits, bounds, query_time, tables, table_row, buckets, alpha, out, heads,
+    first_part, span,
     blocks, parts,
     targets: tl.constexpr, begins: tl.constexpr, whole: tl.constexpr, qk_dim: tl.constexpr,
     v_dim: tl.constexpr,
@@ -66,8 +67,8 @@ def hstu_tasks_kernel(
             head, part, first,
             q, q_row, q_head, own_k, own_row, own_head, own_v, own_v_row, own_v_head, num_rows,
             k, k_row, k_head, v, v_row, v_head, num_keys, first_row, first_key,
-            times, seconds, limits, query_time, tables, buckets, alpha, out, heads, first_part,
-            span,
+            times, seconds, limits, bounds, query_time, tables, table_row, buckets, alpha, out,
+            heads, first_part, span,
             targets, begins, whole, qk_dim, v_dim, qk_wide, v_wide, rows, keys, time_buckets,
             precision, how,
         )  # fmt: skip
@@ -93,11 +94,20 @@ class NpuAttention(hstu.Attention):
         distance = (row - column + positions + keys).clamp(0, positions - 1)
         return by_distance[:, distance.flatten()]
 
+    def _tile(self, q: Tensor, width: int) -> hstu.Tile:
+        return hstu.Tile(hstu.ROWS, hstu.step_keys(q.dtype, width), 4, 3)
+
+    def _bounds(
+        self, clock: hstu._Clock, sizes: Sequence[int], keys: int, *, is_causal: bool
+    ) -> list[Tensor]:
+        return [clock.limits] * len(sizes)  # its kernel finds ranges itself
+
     def _launch(
         self,
         grid: tuple[int, int, int],
         arguments: tuple[object, ...],
         constants: Mapping[str, object],
+        tile: hstu.Tile,
     ) -> None:
         blocks, heads, parts = grid
         cores = min(CORES, blocks * heads * parts)

@@ -54,7 +54,9 @@ void Cast(const LocalTensor<To> &to, const LocalTensor<From> &from, const RoundM
   emulator::same_or_apart("Cast", to, from, count);
   emulator::reads("Cast src", from, count);
   emulator::writes("Cast dst", to, count);
-  for (uint32_t i = 0; i < count; ++i) to.at()[i] = emulator::converted<To>(from.at()[i], mode);
+  To *y = to.at();
+  const From *x = from.at();
+  for (uint32_t i = 0; i < count; ++i) y[i] = emulator::converted<To>(x[i], mode);
 }
 
 }  // namespace AscendC

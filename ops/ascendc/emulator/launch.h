@@ -1,5 +1,6 @@
 // A kernel launch: one thread a core, then the check of GM between cores.
 #pragma once
+#include <functional>
 #include <thread>
 
 #include "pipe.h"
@@ -59,8 +60,7 @@ inline void check_between_cores(std::vector<std::pair<GmAccess, uint32_t>> &acce
 constexpr uint32_t kMostCores = 1024;
 constexpr uint32_t kSampled = 2;
 
-template <typename Kernel>
-void launch(uint32_t blocks, Report &report, Kernel kernel) {
+inline void launch(uint32_t blocks, Report &report, const std::function<void()> &kernel) {
   EMULATOR_CHECK(blocks > 0, "a launch of no blocks");
   std::vector<uint32_t> run_here;
   uint32_t from_start = blocks <= kMostCores ? blocks : kSampled, from_end = blocks <= kMostCores ? 0 : kSampled;

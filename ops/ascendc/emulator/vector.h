@@ -52,7 +52,9 @@ void unary(const char *what, const LocalTensor<T> &to, const LocalTensor<T> &fro
   same_or_apart(what, to, from, count);
   reads(what, from, count);
   writes(what, to, count);
-  for (uint64_t i = 0; i < count; ++i) to.at()[i] = function(from.at()[i]);
+  T *y = to.at();
+  const T *x = from.at();
+  for (uint64_t i = 0; i < count; ++i) y[i] = function(x[i]);
 }
 template <typename T, typename F>
 void binary(const char *what, const LocalTensor<T> &to, const LocalTensor<T> &a, const LocalTensor<T> &b,
@@ -63,7 +65,9 @@ void binary(const char *what, const LocalTensor<T> &to, const LocalTensor<T> &a,
   reads(what, a, count);
   reads(what, b, count);
   writes(what, to, count);
-  for (uint64_t i = 0; i < count; ++i) to.at()[i] = function(a.at()[i], b.at()[i]);
+  T *z = to.at();
+  const T *x = a.at(), *y = b.at();
+  for (uint64_t i = 0; i < count; ++i) z[i] = function(x[i], y[i]);
 }
 // Integers wrap, as the hardware's do; C++ leaves that undefined for signed ones.
 template <typename T, typename F>

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from npu_gr.backend import tiles
-from npu_gr.backend.calls import BiasTables, HstuCall
+from npu_gr.backend.calls import AttentionWindow, BiasTables, HstuCall
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.hstu import HstuKernels
 from npu_gr.backend.cpu.library import Native
@@ -44,6 +44,8 @@ class Case:
         # some go back in time
         steps = torch.randint(-(gap // 4), gap, (self.past + self.new,), generator=random)
         self.times = 1_600_000_000 + torch.cumsum(steps, 0)
+        window = AttentionWindow(pick(1, 5, 64, 100), pick(0, 3, 64, 70))
+        self.window = window if pick(0, 1) else None
         self.shown_at = int(self.times[-1]) + pick(-5, 0, 100, 10**6)
         buckets = pick(2, 5, 64, 200)
         tables = (torch.randn(self.heads, size, generator=random) for size in (buckets, 64))
@@ -97,7 +99,8 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 def test_history_rows(native: Native, seed: int) -> None:
     case, kernels = Case(seed), HstuKernels(native)
     call = HstuCall(
-        *case.rows(case.past), case.tiles(kernels, case.past), case.times, case.bias, 0.3
+        *(*case.rows(case.past), case.tiles(kernels, case.past), case.times, case.bias, 0.3),
+        window=case.window,
     )
     before = [wide_slab(case.k[: case.past], case.v[: case.past])] if case.past else []
     want = REFERENCE.hstu_causal(wide_call(call)._replace(cached=before))
@@ -110,12 +113,15 @@ def test_candidates(native: Native, seed: int) -> None:
     """Over tiles that end anywhere, over nothing, and over natural rows behind tiles."""
     case, kernels = Case(seed), HstuKernels(native)
     own, past = case.rows(case.past), case.tiles(kernels, case.past)
-    call = HstuCall(*own, past, case.times[: case.past], case.bias, 0.3, case.shown_at)
+    call = HstuCall(
+        *(*own, past, case.times[: case.past], case.bias, 0.3, case.shown_at), window=case.window
+    )
     before = [wide_slab(case.k[: case.past], case.v[: case.past])] if case.past else []
     want = REFERENCE.hstu_targets(wide_call(call)._replace(cached=before))
     got = kernels.targets(call)
     assert_near(got, want, case.dtype)
-    if case.past:
+    # without tiles, natural rows are packed in their own dtype
+    if case.past and (case.cut or case.stored == case.dtype):
         behind = [
             *case.tiles(kernels, case.cut),
             (case.k[case.cut : case.past], case.v[case.cut : case.past]),
@@ -130,28 +136,23 @@ def test_a_cached_prefix_gives_the_same_bits(native: Native, seed: int) -> None:
     case, kernels = Case(seed), HstuKernels(native)
     if case.stored != case.dtype:
         return  # rounded on the way into the pages, by choice
-    cold = kernels.causal(HstuCall(*case.rows(0), [], case.times, case.bias, 0.3))[case.past :]
+
+    def attend(rows: tuple[Tensor, Tensor, Tensor], cached: list[Slab | Tiles]) -> Tensor:
+        call = HstuCall(*rows, cached, case.times, case.bias, 0.3, window=case.window)
+        return kernels.causal(call)
+
+    cold = attend(case.rows(0), [])[case.past :]
     for num_cached in {case.past, case.cut}:
-        hit = kernels.causal(
-            HstuCall(
-                *case.rows(num_cached), case.tiles(kernels, num_cached), case.times, case.bias, 0.3
-            )
-        )
+        hit = attend(case.rows(num_cached), case.tiles(kernels, num_cached))
         assert torch.equal(hit[case.past - num_cached :], cold)
     none = case.k[:0], case.v[:0]
-    held = kernels.causal(
-        HstuCall(
-            case.q[case.past :], *none, case.tiles(kernels, len(case.q)), case.times, case.bias, 0.3
-        )
-    )
+    held = attend((case.q[case.past :], *none), case.tiles(kernels, len(case.q)))
     assert torch.equal(held, cold)  # the new rows in tiles as well
-    natural = [
+    natural: list[Slab | Tiles] = [
         (case.k[: case.cut], case.v[: case.cut]),
         (case.k[case.cut : case.past], case.v[case.cut : case.past]),
     ]
-    assert torch.equal(
-        kernels.causal(HstuCall(*case.rows(case.past), natural, case.times, case.bias, 0.3)), cold
-    )
+    assert torch.equal(attend(case.rows(case.past), natural), cold)
 
 
 @FUZZ

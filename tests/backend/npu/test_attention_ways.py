@@ -171,7 +171,9 @@ async def test_a_served_ranker_has_measured_its_way_and_tells(
     asked: list[AttentionMode] = []
     monkeypatch.setattr("npu_gr.service.warmup.WARM_UP_LENGTHS", (16, 60))
 
-    def device(_name: str, _native: str, _library: None, attention: AttentionMode) -> NPUBackend:
+    def device(
+        _name: str, _native: str, _library: None, attention: AttentionMode, _device: None
+    ) -> NPUBackend:
         asked.append(attention)
         return NPUBackend(npu=npu.as_npu(), attention=attention)
 

@@ -218,14 +218,17 @@ def test_a_pass_of_too_many_rows_is_launched_without_a_graph(
     user = User(model)
     user.prefill(model, backend, 70)
     segment = user.segment(70, 0, 37)
+    padded: list[tuple[str, int, int]] = []
+    backend.on_padding = lambda *sizes: padded.append(sizes)
     (by_graph,) = model(backend, [segment])
+    assert padded == [("scores", 37 * (70 + 37), 512 * 2048)]
     assert backend._passes is not None
     assert backend._passes.graphs is not None
     counted: list[str] = []
     monkeypatch.setattr(backend._passes.graphs, "counted", counted.append)
     monkeypatch.setattr(hstu_slots, "GRAPH_ROWS", (32,))
     (launched,) = model(backend, [segment])
-    assert counted == ["launched"]
+    assert (counted, len(padded)) == (["launched"], 1)
     torch.testing.assert_close(launched, by_graph, rtol=0, atol=0.02)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from npu_gr.backend.triton import beams, fork, hstu, hstu_ascend, topk
 
-_INTS = ("num_", "first_", "buckets", "heads", "group", "span")
+_INTS = ("num_", "first_", "buckets", "heads", "group", "span", "table_row")
 _STRIDES = ("_row", "_head", "_stride", "own_slot", "ancestry_slot")
 _TYPES = {
     **dict.fromkeys(
@@ -18,6 +18,7 @@ _TYPES = {
     ),
     **dict.fromkeys(("times", "ancestry", "limits"), "*i64"),
     "seconds": "*i32",
+    "bounds": "*i64",
     **dict.fromkeys(("tables", "sums"), "*fp32"),
     **dict.fromkeys(
         ("acc", "norm_out", "norm", "score_out", "peaks", "totals", "outputs"), "*fp32"
@@ -31,6 +32,8 @@ _TYPES = {
     "query_time": "i64",
 }
 
+H100 = hstu.DeviceLimits(9, 232_448)
+
 
 class Variant(NamedTuple):
     """One form of a kernel, as it is compiled."""
@@ -39,6 +42,7 @@ class Variant(NamedTuple):
     x: str  # type of the numbers
     types: dict[str, str]  # of all arguments that are no constants
     constants: dict[str, Any]
+    options: dict[str, int]  # of the compiler
 
     @property
     def label(self) -> str:
@@ -47,7 +51,9 @@ class Variant(NamedTuple):
         )
 
 
-def _of(kernel: Any, x: str, constants: dict[str, Any], **own: str) -> Variant:
+def _of(
+    kernel: Any, x: str, constants: dict[str, Any], tile: hstu.Tile | None = None, **own: str
+) -> Variant:
     types = {}
     for name in inspect.signature(kernel.fn).parameters:
         if name in constants:
@@ -58,40 +64,29 @@ def _of(kernel: Any, x: str, constants: dict[str, Any], **own: str) -> Variant:
             types[name] = "i32"
         else:
             types[name] = f"*{x}"
-    return Variant(kernel, x, types, constants)
+    options = {} if tile is None else {"num_warps": tile.warps, "num_stages": tile.stages}
+    return Variant(kernel, x, types, constants, options)
 
 
-def variants(on: Literal["cuda", "npu"] = "cuda") -> Iterator[Variant]:
-    """In bf16 and fp32."""
+def variants(
+    on: Literal["cuda", "npu"] = "cuda", limits: hstu.DeviceLimits = H100
+) -> Iterator[Variant]:
+    """In bf16 and fp32, as they are launched on a device for many rows."""
     yield _of(hstu.clock_kernel, "i64", {"tokens": 1024})
+    if on == "cuda":
+        yield _of(hstu.bounds_kernel, "i64", {"keys": hstu.KEYS})
     for x in ("bf16", "fp32"):
-        dtype = torch.bfloat16 if x == "bf16" else torch.float32
-        precision = hstu.precision(dtype) if on == "cuda" else "ieee"
-        wide = {"qk_dim": 64, "v_dim": 64, "qk_wide": 64, "v_wide": 64}
-        how = {"precision": precision, "how": int(hstu.FAST if on == "cuda" else hstu.PLAIN)}
-        tiles = {"rows": hstu.ROWS, "keys": hstu.step_keys(dtype, 64), "time_buckets": 64, **how}
-        for targets, whole in ((False, True), (False, False), (True, True), (True, False)):
-            flags = {"targets": targets, "begins": targets, "whole": whole}
-            out = f"*{x}" if whole else "*fp32"
-            yield _of(hstu.hstu_kernel, x, {**flags, **wide, **tiles}, out=out)
-            if on == "npu":
-                own = {**tiles, "how": int(hstu.SELECTS)}
-                yield _of(
-                    hstu_ascend.hstu_tasks_kernel,
-                    x,
-                    {**flags, **wide, **own},
-                    out=out,
-                    blocks="i32",
-                    parts="i32",
-                )
+        for targets, whole in ((False, True), (True, False)):
+            if x == "bf16" or not targets or on == "npu":
+                yield _hstu(on, limits, x, targets=targets, whole=whole)
         yield _of(hstu.sum_kernel, x, {"numbers": hstu.NUMBERS}, out=f"*{x}")
-        dims = {"dim": 128, "dim_wide": 128}
-        stage = {"keys": hstu.step_keys(dtype, 128), "span": beams.SPAN, "precision": precision}
-        yield _of(beams.shared_kernel, x, {**dims, "rows": hstu.ROWS, **stage})
+        for dim in (128, 256):
+            if dim == 128 or on == "cuda":
+                yield _shared(on, limits, x, dim)
         yield _of(
             beams.merge_kernel,
             x,
-            {"by_ancestry": True, **dims, "rows": beams.MERGE_ROWS},
+            {"by_ancestry": True, "dim": 128, "dim_wide": 128, "rows": beams.MERGE_ROWS},
             out=f"*{x}",
         )
         for over_valid in (False, True):
@@ -100,3 +95,32 @@ def variants(on: Literal["cuda", "npu"] = "cuda") -> Iterator[Variant]:
         yield _of(topk.blocks_kernel, x, {"filtered": True, "edges": topk.EDGES})
         yield _of(fork.fork_kernel, x, {"rows": 512, "numbers": fork.NUMBERS})
     yield _of(topk.choices_kernel, "fp32", {"edges": topk.EDGES, "lanes": 256})
+
+
+def _hstu(on: str, limits: hstu.DeviceLimits, x: str, *, targets: bool, whole: bool) -> Variant:
+    dtype = torch.bfloat16 if x == "bf16" else torch.float32
+    is_npu = on == "npu"
+    tile = hstu.Tile(hstu.ROWS, hstu.step_keys(dtype, 64), 4, 3)
+    if not is_npu:
+        tile = hstu.tile_of(dtype, 64, 4096, limits)
+    constants = {
+        "targets": targets, "begins": targets, "whole": whole,
+        "qk_dim": 64, "v_dim": 64, "qk_wide": 64, "v_wide": 64,
+        "rows": tile.rows, "keys": tile.keys, "time_buckets": 64,
+        "precision": "ieee" if is_npu else hstu.precision(dtype),
+        "how": int(hstu.SELECTS if is_npu else hstu.how_of(limits)),
+    }  # fmt: skip
+    kernel = hstu_ascend.hstu_tasks_kernel if is_npu else hstu.hstu_kernel
+    own = {"blocks": "i32", "parts": "i32"} if is_npu else {}
+    return _of(kernel, x, constants, tile, out=f"*{x}" if whole else "*fp32", **own)
+
+
+def _shared(on: str, limits: hstu.DeviceLimits, x: str, dim: int) -> Variant:
+    """The stage of beams over a prefix."""
+    dtype = torch.bfloat16 if x == "bf16" else torch.float32
+    tile = beams.tile_of(dtype, dim, limits)
+    constants = {
+        "dim": dim, "dim_wide": dim, "rows": tile.rows, "keys": tile.keys, "span": beams.SPAN,
+        "precision": "ieee" if on == "npu" else hstu.precision(dtype),
+    }  # fmt: skip
+    return _of(beams.shared_kernel, x, constants, tile)

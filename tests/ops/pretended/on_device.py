@@ -1,9 +1,9 @@
-"""`on_device.py LIBRARY FAULTS`: a process on the pretended machine.
+"""`on_device.py LIBRARY KIND:FAULTS ...`: a process on the pretended machine.
 
 Prints as JSON what the operators got wrong.
 
 Run with `Toolkit.environment()`. FAULTS are numbers of mistakes that were planted in the library,
-as 0,1,2: each is switched on in its turn; -1 is none of them.
+as 0,1,2: each is switched on in its turn; -1 is none of them. KIND is one of `KINDS`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from npu_gr.backend.npu import ops as ascend_ops
-from npu_gr.backend.npu.check import disagreements
+from npu_gr.backend.npu.check import cases, disagreements
 from npu_gr.backend.npu.device import find
 
 
@@ -97,16 +97,65 @@ def found(device: torch.device) -> dict[str, dict[str, str]]:
     return {"wrong": wrong, "not_rejected": not_rejected(device)}
 
 
-def main(library: str, faults: str) -> None:
+def unnoticed(device: torch.device) -> dict[str, dict[str, str]]:
+    """Let each launch of each operator fail in its turn; return those that raise nothing."""
+    machine: Any = torch.npu.library  # type: ignore[attr-defined]
+    wrong = {}
+    for name in ascend_ops.names():
+        # the first two cases of a choice: with a norm, and without
+        for number, arguments in zip(range(2), cases(name), strict=False):
+            launch = -1
+            is_last = False
+            while not is_last:
+                launch += 1
+                machine.pretended_fail(launch)
+                given = [x.to(device) if isinstance(x, torch.Tensor) else x for x in arguments]
+                raised = ""
+                try:
+                    getattr(torch.ops.npu_gr, name)(*given)
+                    torch.zeros((), device=device).cpu()
+                except RuntimeError as error:
+                    raised = str(error)
+                is_last = bool(machine.pretended_armed())  # it has fewer launches
+                if launch == 0 and is_last:
+                    wrong[f"{name}, case {number}"] = "it has no launch"
+                elif not is_last and "error 207001: " not in raised:
+                    wrong[f"{name}, case {number}, launch {launch}"] = raised or "nothing is raised"
+    machine.pretended_fail(-1)
+    return {"wrong": wrong, "not_rejected": {}}
+
+
+def far(device: torch.device) -> dict[str, dict[str, str]]:
+    """Search so many rows that the workspace has more than 2^32 bytes; few of them are touched.
+
+    It takes a machine with more cores than rows: PRETENDED_CORES.
+    """
+    rows, columns, k = (1 << 17) + 1, 24 * 2048, 2048  # two parts a row, of 16 KiB each
+    logits = torch.empty(rows, columns, dtype=torch.float16, device=device)
+    mask = torch.empty(rows, columns // 8, dtype=torch.uint8, device=device)
+    wrong = {}
+    try:
+        _, index = torch.ops.npu_gr.masked_topk(logits, mask, k)
+        if not bool((index[-1].cpu() == -1).all()):
+            wrong["masked_topk"] = "the last row, whose mask is 0, has an element"
+    except RuntimeError as error:
+        wrong["masked_topk"] = str(error)
+    return {"wrong": wrong, "not_rejected": {}}
+
+
+KINDS = {"results": found, "launches": unnoticed, "far": far}
+
+
+def main(library: str, *asked: str) -> None:
     """Load the library and run it, with each fault on in its turn."""
     npu = find()
     ascend_ops.load_library(Path(library))
     results = []
-    for number in map(int, faults.split(",")):
-        if number >= 0:
+    for kind, numbers in (each.split(":") for each in asked):
+        for number in map(int, numbers.split(",")):
             ctypes.CDLL(library).npu_gr_mutate(number)
-        with npu.runtime.stream(npu.runtime.Stream()):
-            results.append(found(npu.device))
+            with npu.runtime.stream(npu.runtime.Stream()):
+                results.append(KINDS[kind](npu.device))
     sys.stdout.write(json.dumps(results) + "\n")
 
 

@@ -6,33 +6,35 @@ emulator. `torch_npu/` is a device `npu` whose memory is this machine's: it know
 and runs a launch as late as it can. A kernel that the emulator complains about is an error of the
 launch. Our own text, after the documented behaviour of both; no file of either is here.
 
-`installed()` compiles it, once: under build/, under its sources' hash. What uses it is a process of
-its own, because the name of a device cannot be taken back.
+`installed()` compiles it, once: under build/, under its sources' hash. So does `library()` with our
+operators; the faults of ops/ascendc/faults.py are in its host code, each switched off until a test
+switches it on. What uses them is a process of its own, because the name of a device cannot be taken
+back.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
+import importlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from tests import builds
 from tests.ops.ascend_emulator import SOURCES
 
 HERE = Path(__file__).parent
 CANN = HERE / "cann"
 TORCH_NPU = HERE / "torch_npu"
 ROOT = HERE.parents[2]
-BUILDS = ROOT / "build" / "pretended"
 SOC = "ascend910b3"
 VERSION = "2.13.0"  # of the pretended torch_npu
 TORCH = Path(torch.__file__).parent
@@ -91,31 +93,12 @@ def tree(folder: Path) -> Path:
     return sources
 
 
-def _digest(*folders: Path) -> str:
-    """Name a build by the hash of its sources; Python files and pages do not count."""
-    made = hashlib.sha256(torch.__version__.encode())
-    for folder in folders:
-        for path in sorted(
-            path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
-        ):
-            if folder == CANN or path.suffix not in (".py", ".md"):
-                made.update(
-                    path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes()
-                )
-    return made.hexdigest()[:16]
-
-
-def _once(target: Path, make: Callable[[Path], None]) -> Path:
-    """Make a folder if it is not there; another worker may be at it."""
-    BUILDS.mkdir(parents=True, exist_ok=True)
-    with target.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.is_dir():
-            part = target.with_suffix(".part")
-            shutil.rmtree(part, ignore_errors=True)
-            make(part)
-            part.replace(target)
-    return target
+def _digest(*folders: Path, more: str = "") -> str:
+    """Name a build by its sources; Python files and pages count in the toolkit alone."""
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    counted = (p for p in files if p.is_relative_to(CANN) or p.suffix not in (".py", ".md"))
+    kept = (p for p in counted if "__pycache__" not in p.parts)
+    return builds.digest(kept, torch.__version__, more)
 
 
 def _library(path: Path, source: Path | None, flags: Sequence[str] = ()) -> None:
@@ -147,10 +130,18 @@ def installed() -> Toolkit:
     missing = [tool for tool in ("g++", "cmake", "make") if shutil.which(tool) is None]
     if missing:
         pytest.skip(f"no {', '.join(missing)} here: the pretended toolkit cannot be made")
-    toolkit = Toolkit(_once(BUILDS / f"machine-{_digest(CANN, TORCH_NPU)}", _make))
+    toolkit = Toolkit(builds.once(f"machine-{_digest(CANN, TORCH_NPU)}", _make))
     for path in TORCH_NPU.glob("*.py"):
         shutil.copyfile(path, toolkit.site / "torch_npu" / path.name)
     return toolkit
+
+
+@cache
+def planted() -> tuple[ModuleType, ModuleType]:
+    """Import ops/ascendc/faults.py, and mutate.py, which has their switch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SOURCES)
+        return importlib.import_module("faults"), importlib.import_module("mutate")
 
 
 @cache
@@ -159,9 +150,14 @@ def library() -> Path:
 
     Returns the folder of the build, with the library in `out`.
     """
+    faults, mutate = planted()
 
     def make(folder: Path) -> None:
-        script = tree(folder).parents[1] / "deploy" / "operators.sh"
+        sources = tree(folder)
+        faults.plant(faults.HOST_FAULTS, sources)
+        binding = sources / "torch" / "binding.cpp"
+        binding.write_text(mutate.SWITCH + binding.read_text())
+        script = folder / "deploy" / "operators.sh"
         command = ["bash", str(script), sys.executable, str(folder / "out")]
         done = subprocess.run(
             command, env=installed().environment(), capture_output=True, text=True, check=False
@@ -169,7 +165,8 @@ def library() -> Path:
         assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
         assert done.stdout.endswith("/libnpu_gr_ascend_ascend910b.so\n"), "the image has it"
 
-    return _once(BUILDS / f"library-{_digest(CANN, TORCH_NPU, SOURCES)}", make)
+    text = f"{faults.HOST_FAULTS}{mutate.SWITCH}"
+    return builds.once(f"library-{_digest(CANN, TORCH_NPU, SOURCES, more=text)}", make)
 
 
 def headers(folder: Path) -> None:
@@ -181,21 +178,6 @@ def headers(folder: Path) -> None:
     subprocess.run(
         [sys.executable, str(script), str(text), "", str(folder / "stub.cpp"), str(folder)],
         check=True,
-    )
-
-
-def bind(sources: Path, out: Path, *flags: str) -> None:
-    """Compile the binding of a copy of the sources alone, with the kernels of `library()`."""
-    built = library() / "build" / "npu-ascend910b"
-    toolkit = installed()
-    package = toolkit.site / "torch_npu"
-    folders = [built / "include/npu_gr_kernels", *_torch_headers(package), toolkit.home / "include"]
-    linked = [built / "auto_gen/npu_gr_kernels/merged.o", package / "lib/libtorch_npu.so"]
-    linked += [toolkit.home / "lib64/libascendcl.so"]
-    _library(
-        out,
-        sources / "torch" / "binding.cpp",
-        [*flags, *(f"-I{path}" for path in folders), *map(str, linked)],
     )
 
 

@@ -18,8 +18,7 @@ void expect(bool ok, const char *what) {
 }
 
 // The complaint of a kernel on one core; empty if it has none.
-template <typename Kernel>
-std::string complaint(Kernel kernel, uint32_t cores = 1) {
+std::string complaint(const std::function<void()> &kernel, uint32_t cores = 1) {
   emulator::Report report;
   try {
     emulator::launch(cores, report, kernel);
@@ -28,13 +27,11 @@ std::string complaint(Kernel kernel, uint32_t cores = 1) {
   }
   return "";
 }
-template <typename Kernel>
-void clean(const char *what, Kernel kernel) {
+void clean(const char *what, const std::function<void()> &kernel) {
   std::string found = complaint(kernel);
   expect(found.empty(), (std::string(what) + ": " + found).c_str());
 }
-template <typename Kernel>
-void rejected(const char *why, Kernel kernel, uint32_t cores = 1) {
+void rejected(const char *why, const std::function<void()> &kernel, uint32_t cores = 1) {
   std::string found = complaint(kernel, cores);
   expect(found.find(why) != std::string::npos, (std::string("wants '") + why + "', gives '" + found + "'").c_str());
 }

@@ -48,7 +48,9 @@ T rounded(float x) {  // to nearest, ties to even
 }
 
 template <typename T>
-constexpr int64_t kElement = sizeof(T) == 2 ? kBFloat16 : kFloat32;
+constexpr int64_t kElement = sizeof(T) == 1   ? kInt8
+                             : sizeof(T) == 2 ? kBFloat16
+                                              : kFloat32;
 
 // Half a unit in the last place, relative.
 template <typename T>

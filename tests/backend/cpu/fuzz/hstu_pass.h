@@ -92,8 +92,8 @@ class Ranker {
                             at.uvqk.address(uv_, uv_), at.uvqk.address(2 * uv_ + qk_, qk_), at.out.address(),
                             at.position.data(), at.time.data()});
     }
-    model_ = {dim_,    num_layers_, heads_,   qk_dim_, v_dim_, kElement<T>,      group_,
-              joined_, is_silu_,    buckets_, alpha_,  scale_, addresses_.data()};
+    model_ = {dim_,     num_layers_, heads_, qk_dim_, v_dim_,  kElement<T>, group_,           joined_,
+              is_silu_, buckets_,    alpha_, scale_,  recent_, first_,      addresses_.data()};
     head_ = {head_norm_.address(), has_hidden_ ? hidden_.address() : PassLinear{}, out_.address()};
     std::vector<Asked> before;
     for (const Asked &r : requests_) {
@@ -157,7 +157,9 @@ class Ranker {
                               kPages * page_tiles_ * tile_k_,
                               kPages * page_tiles_ * tile_v_,
                               page_tiles_,
-                              kPages};
+                              kPages,
+                              0,
+                              0};
       const auto *words = reinterpret_cast<const int64_t *>(&is);
       made.insert(made.end(), words, words + sizeof is / sizeof *words);
       made.insert(made.end(), r.runs.begin(), r.runs.end());
@@ -180,6 +182,7 @@ class Ranker {
     made.actions = actions_.data();
     made.num_items = items_.rows();
     made.num_actions = actions_.rows();
+    made.tile_dtype = model_.dtype;
     made.out = out;
     return made;
   }
@@ -273,7 +276,7 @@ class Ranker {
   void contradict() const {
     std::vector<int64_t> words = numbers(requests_);
     const int64_t place = below(static_cast<int64_t>(words.size()));
-    const int64_t field = place < 12 ? place : -1;
+    const int64_t field = place < 14 ? place : -1;
     if (field >= 6 && field <= 10) return;  // where the pages lie is the caller's word
     int64_t &word = words[static_cast<size_t>(place)];
     const int64_t before = word;
@@ -281,7 +284,7 @@ class Ranker {
     const Memory given = copied(words);
     const HstuPass pass = call(given, static_cast<int64_t>(words.size()), requests_.size(), nullptr);
     const int64_t bytes = kernels.hstu_pass_bytes(&pass);
-    const bool is_count = field >= 0 && field < 3;
+    const bool is_count = (field >= 0 && field < 3) || (field >= 12 && (word < 0 || word >= int64_t{1} << 40));
     if (is_count && bytes >= 0) fail("a count that contradicts is rejected", place, static_cast<double>(bytes), -1, 0);
     word = before;
     HstuPass cut = call(given, static_cast<int64_t>(words.size()) - 1, requests_.size(), nullptr);
@@ -336,7 +339,8 @@ class Ranker {
       }
     };
     const int64_t now = row < tokens ? r.times[at(row)] : r.query_time;
-    for (int64_t j = 0; j < seen; j++) see(j, place - j, now - r.times[at(j)]);
+    for (int64_t j = 0; j < seen; j++)
+      if (!recent_ || place - j < recent_ || j < first_) see(j, place - j, now - r.times[at(j)]);
     if (row >= tokens) see(row, 0, 0);
     Vector normed = attention, made;
     for (int64_t first = 0; first < uv_; first += group_) layer.norm_attention.apply(normed.data() + first, group_);
@@ -371,6 +375,7 @@ class Ranker {
   std::vector<std::unique_ptr<Layer>> layers_;
   std::vector<PassLayer> addresses_;
   std::vector<Asked> requests_;
+  int64_t recent_ = one_of({0, 0, 1, 5, 64, 100}), first_ = one_of({0, 3, 64, 70});  // window
   PassModel model_;
   PassHead head_;
 };

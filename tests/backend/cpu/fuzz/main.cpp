@@ -27,6 +27,8 @@ void one_round(int kind) {
     case 13: return hstu::Ranker<float>().run();
     case 14: return blend_sums();
     case 15: return item_products();
+    case 16: return hstu::one<float, int8_t>();
+    case 17: return hstu::one<bf16, int8_t>();
     default: return hstu::Ranker<bf16>().run();
   }
 }
@@ -37,7 +39,7 @@ int main(int, char **argv) {
   const int rounds = atoi(argv[1]);
   for (int i = 0; i < rounds; ++i) {
     random_bits.seed(static_cast<unsigned>(i));
-    one_round(i % 17);
+    one_round(i % 19);
   }
   printf("%s: %d rounds\n", kernels.isa, rounds);
 }

@@ -1,7 +1,10 @@
 // libascendcl, as much of it as our library links with: memory, and what a kernel got wrong.
 //
 // What is freed stays allocated to the process for a while and is poisoned, so that a kernel which still reads it is
-// found by the table, whatever stands there.
+// found by the table, whatever stands there. A tensor that is larger takes no memory where nothing touches it.
+#include <sys/mman.h>
+
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -19,13 +22,19 @@ size_t freed_bytes = 0;
 thread_local void *expected = nullptr;
 std::string fault;
 constexpr size_t kKept = size_t(512) << 20;
+std::atomic<int> fails{-1};  // launches until one fails; under 0 = none does
 }  // namespace
 
 extern "C" {
 
 void *pretended_allocate(size_t bytes) {
   void *at = nullptr;
-  if (posix_memalign(&at, 512, bytes ? bytes : 1) != 0) return nullptr;
+  if (bytes > kKept) {
+    at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) return nullptr;
+  } else if (posix_memalign(&at, 512, bytes ? bytes : 1) != 0) {
+    return nullptr;
+  }
   std::lock_guard<std::mutex> guard(lock);
   live[uintptr_t(at)] = bytes;
   return at;
@@ -34,9 +43,15 @@ void pretended_free(void *at) {
   std::lock_guard<std::mutex> guard(lock);
   auto found = live.find(uintptr_t(at));
   if (found == live.end()) return;
-  std::memset(at, 0x7F, found->second);
-  freed.push_back({at, found->second});
-  freed_bytes += found->second;
+  size_t bytes = found->second;
+  if (bytes > kKept) {
+    live.erase(found);
+    munmap(at, bytes);
+    return;
+  }
+  std::memset(at, 0x7F, bytes);
+  freed.push_back({at, bytes});
+  freed_bytes += bytes;
   live.erase(found);
   while (freed_bytes > kKept) {
     freed_bytes -= freed.front().second;
@@ -53,6 +68,9 @@ bool pretended_is_live(const void *at, uint64_t bytes) {
 }
 void pretended_expect(void *stream) { expected = stream; }
 void *pretended_expected() { return expected; }
+void pretended_fail(int launches) { fails = launches; }
+int pretended_armed() { return fails >= 0; }
+bool pretended_fails() { return fails >= 0 && fails-- == 0; }
 void pretended_fault(const char *kernel, const char *why) {
   std::lock_guard<std::mutex> guard(lock);
   if (fault.empty()) fault = std::string(kernel) + ": " + why;

@@ -29,11 +29,15 @@ bool is_named(const char *what, const char *name) {{
   const char *named = std::getenv(what);
   return named != nullptr && std::string(named) == name;
 }}
-template <typename Kernel>
-uint32_t launched(const char *name, uint32_t blocks, void *stream, uint32_t cores, Kernel kernel) {{
+uint32_t launched(const char *name, uint32_t blocks, void *stream, uint32_t cores,
+                  const std::function<void()> &kernel) {{
   if (stream == nullptr || stream != pretended_expected()) {{
     pretended_fault(name, stream == nullptr ? "no stream" : "a stream of another launch");
     return 107003;
+  }}
+  if (pretended_fails()) {{
+    pretended_fault(name, "the launch fails");
+    return 207001;
   }}
   while (is_named("PRETENDED_HANGS", name)) sleep(1);
   if (is_named("PRETENDED_CRASHES", name)) std::abort();
