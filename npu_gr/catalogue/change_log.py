@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import IO
 
 import msgspec
-import numpy as np
 import xxhash
 
 from npu_gr.core.durable_files import lock, replace_file
 from npu_gr.core.errors import CatalogueError, ConfigError, Unavailable
-from npu_gr.core.served import CatalogueChange, NewItem
+from npu_gr.core.served import NO_DELTA, CatalogueChange, DeltaMark, ItemChange, NewItem
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +50,7 @@ class Changes:
     added: Mapping[int, NewItem] = field(default_factory=dict)  # by item id, with semantic IDs
     removed: frozenset[int] = frozenset()  # withdrawn, then left out of the trie by an addition
     withdrawn: frozenset[int] = frozenset()
+    delta: DeltaMark = NO_DELTA
 
     def then(self, *changes: CatalogueChange) -> Changes:
         """Return the net effect with more changes, each in the order of `CatalogueChange`."""
@@ -72,16 +72,19 @@ class Changes:
             added=added,
             removed=frozenset(removed),
             withdrawn=frozenset(withdrawn),
+            delta=self.delta,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.removed or self.withdrawn)
+        return bool(self.added or self.removed or self.withdrawn or self.delta.sequence)
 
 
 NO_CHANGES = Changes()
 
 
-class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _State(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
     """The first line of a log."""
 
     format: int
@@ -90,24 +93,13 @@ class _State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     added: list[NewItem]
     removed: list[int]
     withdrawn: list[int]
+    delta: DeltaMark = NO_DELTA
 
 
-class _Change(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
-):
+class _Change(ItemChange, frozen=True, kw_only=True):
     """A line of a log but the first."""
 
     sequence: int
-    add: tuple[NewItem, ...] = ()
-    withdraw: list[int] = []
-    restore: list[int] = []
-
-    def change(self) -> CatalogueChange:
-        return CatalogueChange(
-            add=self.add,
-            withdraw=np.array(self.withdraw, np.int64),
-            restore=np.array(self.restore, np.int64),
-        )
 
 
 class LogContent(msgspec.Struct, frozen=True):
@@ -164,6 +156,7 @@ def read_log(path: Path) -> LogContent | None:
             added={new.item_id: new for new in state.added},
             removed=frozenset(state.removed),
             withdrawn=frozenset(state.withdrawn),
+            delta=state.delta,
         )
         sequence = state.sequence
         made = []
@@ -263,14 +256,8 @@ class ChangeLog:
             Unavailable: it cannot be written; the file is as before.
         """
         _check_finite(change)
-        line = _line(
-            _Change(
-                sequence=self._sequence + 1,
-                add=change.add,
-                withdraw=[] if change.withdraw is None else change.withdraw.tolist(),
-                restore=[] if change.restore is None else change.restore.tolist(),
-            )
-        )
+        made = ItemChange.of(change)
+        line = _line(_Change(sequence=self._sequence + 1, **msgspec.structs.asdict(made)))
         with self._writing():
             size = self.path.stat().st_size if self.path.exists() else 0
             if size and self._recorded is None:
@@ -354,6 +341,7 @@ class ChangeLog:
             added=[*changes.added.values()],
             removed=sorted(changes.removed),
             withdrawn=sorted(changes.withdrawn),
+            delta=changes.delta,
         )
         line = _line(state)
         self._is_broken = True  # the file may be new although its folder could not be synced

@@ -14,6 +14,7 @@ later file may have it again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,12 +24,15 @@ import numpy as np
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.centroids import Centroids, SidMaker
 from npu_gr.catalogue.change_log import Changes
+from npu_gr.catalogue.names import ItemNames, collisions
 from npu_gr.catalogue.new_items import completed
 from npu_gr.catalogue.records import Record, as_items
-from npu_gr.catalogue.versions import Snapshot, add, name, withdraw
+from npu_gr.catalogue.versions import Snapshot, add, name, restore, withdraw
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
-from npu_gr.core.served import NewItem
+from npu_gr.core.served import CatalogueChange, NewItem
+
+log = logging.getLogger(__name__)
 
 
 class Replayed(NamedTuple):
@@ -53,6 +57,69 @@ def complete(
         replace(one, has_made_sid=not given.sid, order=record.order, attributes=record.attributes)
         for one, given, record in zip(whole, new, records, strict=True)
     )
+
+
+class Applied(NamedTuple):
+    """A version with a change."""
+
+    snapshot: Snapshot
+    change: CatalogueChange  # with all semantic IDs
+    rejected: dict[str, str]  # name of a new item that is left out -> reason
+
+
+def applied(
+    snapshot: Snapshot,
+    change: CatalogueChange,
+    tables: Sequence[ItemNames],
+    centroids: Centroids | None,
+    *,
+    is_strict: bool,
+) -> Applied:
+    """Apply a change to a version; new items whose id is that of another name are left out.
+
+    Args:
+        snapshot: The version.
+        change: The change.
+        tables: Names of the other items.
+        centroids: Centroids in the folder of the file, if any.
+        is_strict: Raise if an item is invalid; else what does not fit is left out.
+
+    Raises:
+        DataError: an item is invalid.
+    """
+    if not is_strict:
+        change = _fitting(snapshot, change)
+        try:
+            return applied(snapshot, change, tables, centroids, is_strict=True)
+        except DataError as error:
+            log.error("the new items of a delta are left out: %s", error)
+            change = _fitting(snapshot, replace(change, add=()))
+    ids = np.array([new.item_id for new in change.add], np.int64)
+    others = collisions([new.name for new in change.add], ids, tables)
+    items = [new for new in change.add if new.name not in others]
+    whole = replace(change, add=complete(snapshot, items, centroids))
+    if items:
+        snapshot = with_items(snapshot, whole.add)
+    if change.withdraw is not None:
+        snapshot = withdraw(snapshot, change.withdraw)
+    if change.restore is not None:
+        snapshot = restore(snapshot, change.restore)
+    return Applied(snapshot, whole, {one: f"has the id of {o!r}" for one, o in others.items()})
+
+
+def _fitting(snapshot: Snapshot, change: CatalogueChange) -> CatalogueChange:
+    """Leave out of a change the items that a version offers already, and those that it lacks."""
+    offered = set(_present(snapshot, [new.item_id for new in change.add]).tolist())
+    offered -= set(snapshot.withdrawn_ids.tolist())
+    add = tuple(new for new in change.add if new.item_id not in offered)
+    known = {new.item_id for new in change.add}
+
+    def there(ids: I64 | None) -> I64 | None:
+        if ids is None:
+            return None
+        return ids[(snapshot.trie.places(ids) >= 0) | np.isin(ids, [*known])]
+
+    return CatalogueChange(add=add, withdraw=there(change.withdraw), restore=there(change.restore))
 
 
 def with_items(snapshot: Snapshot, new: Sequence[NewItem]) -> Snapshot:
@@ -117,6 +184,7 @@ def _carried(
         base=file.content,
         added=added,
         withdrawn=changes.withdrawn | (changes.removed - changes.added.keys()),
+        delta=changes.delta,
     )
 
 

@@ -15,7 +15,6 @@ a second run must give the same bits.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -29,24 +28,18 @@ from npu_gr.backend.calls import HstuShape
 from npu_gr.backend.names import AttentionMode
 from npu_gr.backend.tiles import TILE_TOKENS
 from npu_gr.core.arrays import F32, I64
-from npu_gr.core.errors import ConfigError, DeviceError
+from npu_gr.core.errors import ConfigError
 from npu_gr.core.served import AttentionWay
 from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.engine.page_jobs import CachedPrefix, warmup_order
 from npu_gr.engine.rank_engine import RankEngine, RankPass
+from npu_gr.engine.ways import DRIFT, PLAIN, Checked, Timed, fastest, try_way
 from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 
 log = logging.getLogger(__name__)
 
-# The reference for all other ways; `npu-gr doctor` compares it with the definition.
-PLAIN = "torch"
-# Largest difference of scores, in standard deviations of the scores.
-DRIFT = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
-SAMPLES = 3  # timed runs of each pass; the fastest counts
-MEASURE_S = 2.0  # no further sample of a way after this time
-WORTH = 0.95  # a later way must take less than this part of the best time
 NEW_TOKENS = 64  # tokens that a timed rank computes after the cached ones
 _FAR = float("inf")
 _NOTHING: I64 = np.empty(0, np.int64)
@@ -142,15 +135,6 @@ async def choose_way(
     return tuple(tried)
 
 
-def fastest(tried: Sequence[AttentionWay]) -> AttentionWay:
-    """Return the fastest way; a later one must win by more than measurements vary (`WORTH`)."""
-    best = tried[0]
-    for way in tried[1:]:
-        if way.total_ms < best.total_ms * WORTH:
-            best = way
-    return best
-
-
 def summary(way: AttentionWay) -> str:
     """Describe the result of a way in one phrase, for the log."""
     if way.prefill_ms is None or way.rank_ms is None:
@@ -195,18 +179,22 @@ async def _rejection(engine: RankEngine, trial: Trial, checked: _Checked, drift:
 
 
 async def _try(engine: RankEngine, way: str, trial: Trial, checked: _Checked) -> AttentionWay:
-    try:
+    async def check() -> Checked:
         drift = checked.drift(await _logits(engine, trial))
-        if why := await _rejection(engine, trial, checked, drift):
-            return AttentionWay(name=way, drift=drift, rejected=why)
-        prefill, rank = _passes(trial)
-        prefill_ms = await _fastest_ms(engine, prefill)
-        rank_ms = await _fastest_ms(engine, rank)
-    except DeviceError as error:
-        if way == PLAIN:
-            raise
-        return AttentionWay(name=way, rejected=str(error))
-    return AttentionWay(name=way, prefill_ms=prefill_ms, rank_ms=rank_ms, drift=drift)
+        return Checked(drift, await _rejection(engine, trial, checked, drift))
+
+    def timed(work: RankPass) -> Timed:
+        return lambda: engine.timed(partial(engine.forward, [work]))
+
+    done = await try_way(way, check, [timed(work) for work in _passes(trial)])
+    prefill_ms, rank_ms = done.passes_ms or (None, None)
+    return AttentionWay(
+        name=way,
+        prefill_ms=prefill_ms,
+        rank_ms=rank_ms,
+        drift=done.drift,
+        rejected=done.rejected,
+    )
 
 
 def _passes(trial: Trial) -> tuple[RankPass, RankPass]:
@@ -227,16 +215,6 @@ async def _logits(engine: RankEngine, trial: Trial) -> list[F32]:
     await engine.prefill(trial.tokens[: trial.cached], trial.runs, _FAR, warmup_order())
     hit = await engine.rank(_rank(trial, CachedPrefix(trial.runs, trial.cached)), _FAR)
     return [cold.logits, hit.logits]
-
-
-async def _fastest_ms(engine: RankEngine, work: RankPass) -> float:
-    began_at = time.monotonic()
-    fastest_s = _FAR
-    for _ in range(SAMPLES):
-        fastest_s = min(fastest_s, await engine.timed(partial(engine.forward, [work])))
-        if time.monotonic() - began_at > MEASURE_S / 2:
-            break
-    return fastest_s * 1e3
 
 
 def _drift(got: F32, want: F32) -> float:

@@ -30,9 +30,14 @@ class CostModel:
     a2: float
     b0: float
     b1: float
+    # of longer histories, a pass computes and reads no more than these tokens; 0 = all
+    most_tokens: int = 0
 
     def pass_s(self, new_tokens: int, cached_tokens: int, num_candidates: int) -> float:
         """Predict a pass that computes `new_tokens` after `cached_tokens` and scores candidates."""
+        if self.most_tokens:
+            new_tokens = min(new_tokens, self.most_tokens)
+            cached_tokens = min(cached_tokens, self.most_tokens)
         n = cached_tokens + new_tokens
         c = num_candidates
         history = self.a1 * new_tokens + self.a2 * (n * n - cached_tokens * cached_tokens)
@@ -102,7 +107,8 @@ def fit_passes(samples: Iterable[tuple[int, int, int, float]]) -> CostModel:
             values[used] = found
             break
         used.pop(int(np.argmin(found)))
-    return CostModel(*values.tolist())
+    a0, a1, a2, b0, b1 = values.tolist()
+    return CostModel(a0, a1, a2, b0, b1)
 
 
 class RunningQuantile:

@@ -32,7 +32,7 @@ from npu_gr.core.errors import (
     Rejection,
     Unavailable,
 )
-from npu_gr.core.health import STOP_S, Worker, limit_s
+from npu_gr.core.health import COMPILE_S, STOP_S, UNKNOWN_S, Worker, limit_s
 from npu_gr.engine.queue import Job, JobQueue, JobResult, NextPass, SchedulerConfig
 
 T = TypeVar("T")
@@ -100,8 +100,6 @@ Ended = tuple[Job, JobResult[Any] | NpuGrError]
 # Python's default of 5 ms, 1,570 with this. With 0.1 ms it is also 1,570, but more ranks are late,
 # since the loop is interrupted in every turn.
 SWITCH_S = 5e-4
-UNKNOWN_S = 30.0  # limit of a pass whose time is not known
-COMPILE_S = 900.0  # a first run may compile kernels, and is dead only after this
 LATE = "the deadline passed while waiting for the device"
 OUT_OF_MEMORY = (
     "the device is out of memory: lower kv_cache.hbm_bytes, generate.hbm_bytes, "

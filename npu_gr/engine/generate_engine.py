@@ -78,10 +78,10 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def timestamps(self) -> I64:
-        """[n] zeros: the model reads the order of the items, but no times."""
-        return np.zeros(len(self.tokens), np.int64)
+    def earlier(self, since_at: float) -> list[Prompt]:
+        """Return nothing: no delta changes a generator."""
+        del since_at
+        return []
 
     def fingerprint(self, num_tokens: int) -> str:
         """Return a hash of the tokens on which the KV of the first `num_tokens` tokens depends.

@@ -31,6 +31,7 @@ class CachedPrefix(NamedTuple):
 
     runs: tuple[PageRun, ...]
     num_tokens: int
+    begins_at: int = 0  # see `PrefixLayout.places`
 
 
 class PageCopy(NamedTuple):

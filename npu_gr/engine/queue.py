@@ -124,7 +124,12 @@ class JobOrder:
     """
 
     def __init__(
-        self, order_at: float, arrived_at: float | None = None, *, may_compile: bool = False
+        self,
+        order_at: float,
+        arrived_at: float | None = None,
+        *,
+        may_compile: bool = False,
+        step_tokens: int | None = None,
     ) -> None:
         """Place a job in the queue.
 
@@ -134,7 +139,10 @@ class JobOrder:
             arrived_at: Instant of the request, from which aging counts; None = the submission of
                 each job, and of each step of a sequence.
             may_compile: Whether its jobs are first runs, which may compile kernels for minutes.
+            step_tokens: Most tokens of a step of a ranker's prefill, for which a request may wait;
+                None = `SchedulerConfig.prefill_chunk_tokens`.
         """
+        self.step_tokens = step_tokens
         self.order_at = order_at
         self.arrived_at = arrived_at
         self.may_compile = may_compile

@@ -14,7 +14,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -26,20 +26,23 @@ from npu_gr.backend.base import Backend
 from npu_gr.backend.best_items import Hidden
 from npu_gr.backend.calls import HstuFindCall, HstuIds, HstuSegment
 from npu_gr.core.arrays import F32, I64
+from npu_gr.core.errors import StaleEntry
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.kinds import RECOMMEND
 from npu_gr.engine.cost import CostModel, fit
+from npu_gr.engine.device_weights import DeviceWeights
 from npu_gr.engine.kv_cache.arena import KVArena
-from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.engine.kv_cache.pages import HeldTokens, PageRun, PrefixLayout
 from npu_gr.engine.page_jobs import CachedPrefix, PageJobs, chunks
 from npu_gr.engine.queue import Demand, JobOrder, JobStep
 from npu_gr.engine.scheduler import Scheduler
-from npu_gr.model.feature_rows import FeatureValues, NewItems
+from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HostTokens, Past, Segment
 
 FOUND = 200  # items to find in the warm-up
+_NO_ROWS: I64 = np.empty(0, np.int64)
 
 
 class LateFeatures(NamedTuple):
@@ -70,6 +73,12 @@ class RankPass(msgspec.Struct, frozen=True, eq=False):
     keep: tuple[PageRun, ...] | None = None
     vector: F32 | None = None  # [d] u, to be multiplied with each candidate too; None = not
     features: LateFeatures = NONE_LATE
+    # positions that `tokens` leaves out behind its first `gap_at`, see `AttentionWindow`
+    gap_at: int = 0
+    gap: int = 0
+    # read keys and values as they are computed, not as they are stored (`HstuCall.stored`): to see
+    # by how much int8 moves the scores. Only without pages.
+    is_unrounded: bool = False
 
     @property
     def demand(self) -> Demand:
@@ -77,7 +86,12 @@ class RankPass(msgspec.Struct, frozen=True, eq=False):
         start = self.cached.num_tokens if self.cached else self.first_token
         return Demand(len(self.tokens) - start, len(self.candidates))
 
-    def leasing(self, cached: CachedPrefix | None, keep: tuple[PageRun, ...] | None) -> RankPass:
+    def leasing(
+        self,
+        cached: CachedPrefix | None,
+        keep: tuple[PageRun, ...] | None,
+        is_unrounded: bool = False,
+    ) -> RankPass:
         """Copy the pass with a lease. `msgspec.structs.replace` takes three times as long."""
         return RankPass(
             self.tokens,
@@ -88,6 +102,7 @@ class RankPass(msgspec.Struct, frozen=True, eq=False):
             keep,
             self.vector,
             self.features,
+            is_unrounded=is_unrounded,
         )
 
     def then(self, candidates: I64, vector: F32, cross: Encoded | None) -> RankPass:
@@ -103,6 +118,21 @@ class RankPass(msgspec.Struct, frozen=True, eq=False):
             None,
             vector,
             features,
+            self.gap_at,
+            self.gap,
+            self.is_unrounded,
+        )
+
+    def beginning_at(self, token: int, first_end: int) -> RankPass:
+        """Leave out the tokens [first_end, token), which no score depends on."""
+        if self.keep or (self.cached and self.cached.num_tokens >= first_end):
+            runs = self.keep or (self.cached.runs if self.cached else ())
+            return self.leasing(CachedPrefix(runs, token, token), self.keep)
+        tokens = self.tokens.without(first_end, token) if first_end else self.tokens[token:]
+        gap = first_end, token - first_end
+        return RankPass(
+            *(tokens, 0, self.candidates, self.candidate_time, self.cached, None),
+            *(self.vector, self.features, *gap, self.is_unrounded),
         )
 
 
@@ -153,6 +183,12 @@ class FindPass:
     hidden: I64  # [n] item rows that must not be found, in any order, with or without repeats
     ahead: PrefetchedScores | None = None  # None = the found items are not scored
 
+    def of(self, history: RankPass) -> FindPass:
+        """Return the pass with another part of its history to compute."""
+        if history is self.history:
+            return self
+        return FindPass(history, self.k, self.hidden, self.ahead)
+
     @property
     def scored_as_found(self) -> tuple[int, int]:
         """Most found rows to score unmerged, and the least number of rows to score any."""
@@ -176,6 +212,11 @@ class _Batches:
         self._arena = arena
         self._next: I64 = np.array([model.items.num_rows])
         self._has_plain_passes = model.config.has_plain_passes
+
+    @property
+    def _stored(self) -> torch.dtype | None:
+        """Dtype to which a pass rounds the keys and values of a history; None = its own."""
+        return torch.int8 if self._arena.layout.dtype == "int8" else None
 
     def host_segments(
         self, passes: Sequence[RankPass], *, is_next: bool
@@ -205,19 +246,31 @@ class _Batches:
         first = 0 if cached else start
         if keep is not None and first:
             return None  # its pages begin with tokens that the pass skips
-        runs = keep or (cached.runs if cached else None)
+        held = self._held(work, start)
         event = max(start - tokens.num_user, 0)
         candidates = self._next if is_next else work.candidates
+        times = _times(work)
         return HstuSegment(
-            start - first,
+            held.num_cached if held else start - first,
             len(tokens) - start,
             len(candidates),
-            _times(work)[first:],
+            _without(times, held) if held else times[first:],
             work.candidate_time,
-            None if runs is None else self._arena.paged(runs),
+            None if held is None else self._arena.paged(held.runs),
             keep is not None,
             HstuIds(tokens.rows[event:], tokens.events.actions[event:], candidates),
+            *_gap(work, held),
+            None if work.is_unrounded else self._stored,
         )
+
+    def _held(self, work: RankPass, start: int) -> HeldTokens | None:
+        """Arrange the pages that a pass reads and writes; None = it has none."""
+        runs = work.keep or (work.cached.runs if work.cached else None)
+        if runs is None:
+            return None
+        stop = len(work.tokens) if work.keep else start
+        begins_at = work.cached.begins_at if work.cached else 0
+        return self._arena.layout.held(runs, start, stop, begins_at)
 
     def _segment(self, backend: Backend, work: RankPass, *, is_next: bool) -> Segment:
         cached = work.cached
@@ -225,15 +278,19 @@ class _Batches:
         times = _times(work)
         new = work.tokens[start:] if start else work.tokens
         host = self._host_segment(work, is_next=is_next)
-        past = None
-        if cached:
+        past = sink = None
+        if (held := self._held(work, start)) is not None:
             arena = self._arena
-            held = cached
-            past = Past(
-                backend.upload(times[:start]),
-                lambda layer: arena.slabs(layer, held.runs, held.num_tokens),
-            )
+            runs, num_cached = held.runs, held.num_cached
+            if cached:
+                past = Past(
+                    backend.upload(_without(times[:start], held)),
+                    lambda layer: arena.slabs(layer, runs, num_cached),
+                )
+            if work.keep is not None:
+                sink = arena.sink(runs, num_cached)
         candidates = self._next if is_next else work.candidates
+        gap_at, gap = _gap(work, held)
         return Segment(
             items=backend.upload(new.rows),
             actions=backend.upload(new.events.actions.astype(np.int64)),
@@ -242,12 +299,15 @@ class _Batches:
             candidate_time=work.candidate_time,
             is_next=is_next,
             past=past,
-            sink=None if work.keep is None else self._arena.sink(work.keep, start),
+            sink=sink,
             host=None if host is None else HostTokens(host.times, host.pages, host.ids),
             user=_values(backend, new.user),
             events=_values(backend, new.features),
             request=_values(backend, work.features.request),
             cross=None if is_next else _values(backend, work.features.cross),
+            gap_at=gap_at,
+            gap=gap,
+            stored=None if work.is_unrounded else self._stored,
         )
 
 
@@ -265,9 +325,17 @@ class RankEngine(PageJobs):
         self.find_s = 0.0
         # Rows that `find` searches: trained items, and spare rows that have been used.
         self.num_rows = model.config.num_items
-        # [rows, d] fp32 item vectors with which u is multiplied, spare rows included.
-        self._items: torch.Tensor | None = None
         self._batches = _Batches(model, arena)
+        self.weights = DeviceWeights(model, backend)
+
+        # not bound methods, since they are compared by identity to share a pass
+        def ranked(works: Sequence[RankPass]) -> list[F32 | StaleEntry]:
+            return self.weights.current(works, lambda work: work, self.forward)
+
+        def found(works: Sequence[FindPass]) -> list[NextItems | StaleEntry]:
+            return self.weights.current(works, lambda work: work.history, self.find_all)
+
+        self._ranked, self._found_by = ranked, found
 
     async def prefill(
         self,
@@ -293,16 +361,28 @@ class RankEngine(PageJobs):
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.sequence`.
+            StaleEntry: a delta has changed what the tokens read since they were made.
         """
+        layout = self.arena.layout.prefix
+        needed = _first_needed(tokens, layout)
+
+        def encode(work: RankPass) -> None:
+            (done,) = self._ranked([work])
+            if isinstance(done, StaleEntry):
+                raise done
 
         def step(start: int, stop: int) -> JobStep:
-            cached = CachedPrefix(keep, start) if start else None
-            work = RankPass(tokens[:stop], 0, np.empty(0, np.int64), 0, cached=cached, keep=keep)
-            return JobStep(lambda: self.forward([work]), self.cost.pass_s(stop - start, start, 0))
+            cached = CachedPrefix(keep, start, needed if start >= needed else 0) if start else None
+            work = RankPass(tokens[:stop], 0, _NO_ROWS, 0, cached=cached, keep=keep)
+            return JobStep(partial(encode, work), self.cost.pass_s(stop - start, start, 0))
 
         # The user's own tokens are never split.
-        most = max(self.scheduler.config.prefill_chunk_tokens, tokens.num_user)
+        chunk_tokens = self.scheduler.config.prefill_chunk_tokens
+        most = max(min(chunk_tokens, order.step_tokens or chunk_tokens), tokens.num_user)
         parts = list(chunks(first_token, len(tokens), most))
+        if first_token < needed:
+            first = chunks(first_token, layout.first_end, most)
+            parts = [*first, *chunks(needed, len(tokens), most)]
         steps = [step(start, stop) for start, stop in parts]
         done = await self.scheduler.sequence(
             steps, deadline_at, order, preemptible=True, kind="prefill"
@@ -324,13 +404,14 @@ class RankEngine(PageJobs):
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`.
+            StaleEntry: a delta has changed what the prefix read; rank without it.
         """
         cached = work.cached.num_tokens if work.cached else 0
         start = cached if work.cached else work.first_token
         expected_s = self.cost.pass_s(len(work.tokens) - start, cached, len(work.candidates))
         done = await self.scheduler.batch(
             work,
-            self.forward,
+            self._ranked,
             deadline_at,
             objective_s=self.objective_s,
             arrived_at=arrived_at,
@@ -350,6 +431,7 @@ class RankEngine(PageJobs):
 
         Raises:
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.batch`.
+            StaleEntry: as `rank`.
         """
         history = work.history
         cached = history.cached.num_tokens if history.cached else 0
@@ -358,7 +440,7 @@ class RankEngine(PageJobs):
             expected_s += self.cost.pass_s(0, len(history.tokens), work.ahead.max_candidates)
         done = await self.scheduler.batch(
             work,
-            self.find_all,
+            self._found_by,
             deadline_at,
             objective_s=self.objective_s,
             arrived_at=arrived_at,
@@ -380,6 +462,9 @@ class RankEngine(PageJobs):
             Logits [c, tasks] for each request; [c, tasks + 1] with the retrieval scores if the
             request has a vector.
         """
+        if len({work.is_unrounded for work in passes}) > 1:  # one call has one arithmetic
+            return [scores for work in passes for scores in self.forward([work])]
+        passes = _last_steps(passes, self.arena.layout.prefix, self.forward)
         scores = self._at_once(passes, is_next=False)
         if scores is not None:
             for place, p in enumerate(passes):
@@ -403,6 +488,9 @@ class RankEngine(PageJobs):
 
         Only on a device thread.
         """
+        histories = [work.history for work in works]
+        rest = _last_steps(histories, self.arena.layout.prefix, self.forward)
+        works = [work.of(history) for work, history in zip(works, rest, strict=True)]
         answers = self._found_at_once(works)
         return self._ranked_ahead(works, self._found(works) if answers is None else answers)
 
@@ -419,7 +507,7 @@ class RankEngine(PageJobs):
         best = np.empty((len(works), 0), np.int64)
         if most:
             hidden = Hidden.of([work.hidden for work in works])
-            table = self._table()[: self.num_rows]
+            table = self.weights.table()[: self.num_rows]
             best = self.backend.best_items(vectors, table, most, hidden).items.cpu().numpy()
         answers = []
         for work, u, rows in zip(works, host, best, strict=True):
@@ -441,7 +529,7 @@ class RankEngine(PageJobs):
             segments,
             partial(self._batches.tensors, self.backend, passes, is_next=True),
             lambda call: HstuFindCall(
-                call, self._table(), self.num_rows, most, hidden, wanted, least
+                call, self.weights.table(), self.num_rows, most, hidden, wanted, least
             ),
         )
         if found is None:
@@ -478,25 +566,6 @@ class RankEngine(PageJobs):
                 )
         return answers
 
-    @torch.inference_mode()
-    def write_items(self, rows: I64, new: NewItems) -> None:
-        """Write the vectors of new items into rows [n] that no request reads.
-
-        Only on a device thread.
-        """
-        vectors = self.model.items.new_vectors(new)
-        at = self.backend.upload(rows)
-        self.model.items.write(at, vectors)
-        # The copy that the search reads, if the model is bf16 or normalises its items.
-        if self._items is not None:
-            self._items[at] = self.model.items.compared(vectors)
-        self.backend.synchronize()
-
-    def _table(self) -> torch.Tensor:
-        if self._items is None:
-            self._items = self.model.items.vectors()
-        return self._items
-
     def _products(self, work: RankPass) -> torch.Tensor:
         """Multiply u with each candidate, [c].
 
@@ -504,7 +573,9 @@ class RankEngine(PageJobs):
         """
         assert work.vector is not None
         return self.backend.item_products(
-            self.backend.upload(work.vector), self._table(), self.backend.upload(work.candidates)
+            self.backend.upload(work.vector),
+            self.weights.table(),
+            self.backend.upload(work.candidates),
         )
 
     def _at_once(self, passes: Sequence[RankPass], *, is_next: bool) -> list[F32] | None:
@@ -539,7 +610,7 @@ class RankEngine(PageJobs):
                     tokens, len(tokens) - n, rows[:c], int(tokens.events.timestamps[-1])
                 )
                 samples.append((n, c, await self.timed(partial(self.forward, [work]))))
-        self.cost = fit(samples)
+        self.cost = replace(fit(samples), most_tokens=self.arena.layout.prefix.most_tokens)
         if self.model.config.retrieval:
             self.find_s = await self._time_finding(tokens[-min(lengths) :])
         return self.cost
@@ -554,6 +625,48 @@ class RankEngine(PageJobs):
         return max(0.0, with_s - without_s)
 
 
+def _last_steps(
+    passes: Sequence[RankPass],
+    layout: PrefixLayout,
+    forward: Callable[[Sequence[RankPass]], object],
+) -> list[RankPass]:
+    """Leave out what no score depends on, and encode what a pass would overwrite as it reads it.
+
+    Returns:
+        The rest of each pass.
+    """
+    rest = []
+    for work in passes:
+        keep, tokens = work.keep, work.tokens
+        start, stop = _start(work), len(tokens)
+        needed = 0 if work.gap else _first_needed(tokens, layout)
+        if start < needed and (work.cached or not work.first_token):
+            if keep and start < layout.first_end:
+                first = RankPass(tokens[: layout.first_end], 0, _NO_ROWS, 0, work.cached, keep)
+                forward([first])
+            work = work.beginning_at(needed, layout.first_end)
+            start = needed
+        begins_at = needed if start >= needed else 0
+        while keep and start < stop and (end := layout.step_end(start, stop)) < stop:
+            cached = CachedPrefix(keep, start, begins_at) if start else None
+            forward([RankPass(tokens[:end], 0, _NO_ROWS, 0, cached, keep)])
+            start = end
+            work = work.leasing(CachedPrefix(keep, start, begins_at), keep)
+        rest.append(work)
+    return rest
+
+
+def _first_needed(tokens: Tokens, layout: PrefixLayout) -> int:
+    """Return where to begin, see `PrefixLayout.first_needed`; the user's tokens stay together."""
+    first_end = layout.first_end
+    return 0 if 0 < first_end < tokens.num_user else layout.first_needed(len(tokens))
+
+
+def _gap(work: RankPass, held: HeldTokens | None) -> tuple[int, int]:
+    """Return the positions that the tokens of a pass leave out."""
+    return (held.gap_at, held.gap) if held and held.gap else (work.gap_at, work.gap)
+
+
 def _start(work: RankPass) -> int:
     """Return the first token that a pass computes. It never splits the user's own tokens."""
     start = work.cached.num_tokens if work.cached else work.first_token
@@ -564,6 +677,13 @@ def _times(work: RankPass) -> I64:
     """Return the unix seconds of each token; of the candidates if the history has no events."""
     times = work.tokens.timestamps
     return times if len(work.tokens.rows) else np.full_like(times, work.candidate_time)
+
+
+def _without(times: I64, held: HeldTokens) -> I64:
+    """Leave out the times of the tokens in the gap."""
+    if not held.gap:
+        return times
+    return np.concatenate((times[: held.gap_at], times[held.gap_at + held.gap :]))
 
 
 def _scores(work: RankPass, scores: F32, queue_s: float = 0.0, device_s: float = 0.0) -> RankScores:

@@ -17,7 +17,7 @@ from torch import nn
 
 from npu_gr.backend.tiles import Slab
 from npu_gr.core.arrays import F32, I64
-from npu_gr.core.errors import CheckpointError, DeviceError
+from npu_gr.core.errors import CheckpointError, ConfigError, DeviceError
 from npu_gr.engine.generate_engine import GenerateEngine
 from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import PageRun
@@ -26,8 +26,9 @@ from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.model.generative import LayerSlabs
 from npu_gr.model.history_tokenizer import Tokens
 
-# Largest difference of scores, in standard deviations of the logits.
-TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1}
+# Largest difference of scores, in standard deviations of the logits. In int8 every pass rounds the
+# same rows in the same way, so that a prefix changes no score by it.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.1, "int8": 1e-5}
 _FAR = float("inf")
 
 
@@ -85,6 +86,34 @@ async def parity(
                 f"{TOLERANCE[layout.dtype]:.0e}"
             )
     return worst
+
+
+async def int8_drift(
+    engine: RankEngine, tokens: Tokens, candidates: I64, max_drift: float
+) -> float:
+    """Rank one history with keys and values in int8, and as they are computed.
+
+    Args:
+        engine: Engine to test, whose pages are in int8.
+        tokens: A history.
+        candidates: [c] item rows.
+        max_drift: Largest allowed difference, in standard deviations of the scores.
+
+    Returns:
+        The largest difference of a score.
+
+    Raises:
+        ConfigError: it is over `max_drift`.
+    """
+    work = RankPass(tokens, 0, candidates, int(tokens.events.timestamps[-1]))
+    exact = (await engine.rank(replace(work, is_unrounded=True), _FAR)).logits
+    drift = _drift((await engine.rank(work, _FAR)).logits, exact)
+    if not drift <= max_drift:
+        raise ConfigError(
+            f"kv_cache.dtype: int8 moves the scores of this ranker by {drift:.1e} of their "
+            f"standard deviation, service.selfcheck_max_int8_drift is {max_drift:g}; use bfloat16"
+        )
+    return drift
 
 
 async def _scored(engine: RankEngine, work: RankPass) -> list[F32]:

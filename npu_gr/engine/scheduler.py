@@ -6,6 +6,7 @@
     sequence  functions one after the other, with more urgent jobs in between (chunks of a prefill)
     batch     work that shares a pass with other work of the same function (ranks, generates)
     post      one function ahead of all waiting jobs (an overwrite of pages)
+    alone     one function while no pass runs (a delta of weights)
 
 Only device threads touch tensor values. With several streams, several passes run at a time over one
 copy of the weights.
@@ -22,14 +23,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from npu_gr.core.errors import Unavailable
-from npu_gr.core.health import Worker
-from npu_gr.engine.device_threads import UNKNOWN_S, DeviceThreads, Streams
+from npu_gr.core.health import UNKNOWN_S, Worker
+from npu_gr.engine.device_threads import DeviceThreads, Streams
 from npu_gr.engine.queue import BatchFn, Demand, Job, JobOrder, JobResult, JobStep, SchedulerConfig
 
 T = TypeVar("T")
@@ -284,6 +286,38 @@ class Scheduler:
         self.on_worked(kind, took_s)
         if jobs[0].shares:
             self.on_batch(kind, len(jobs), sum(job.demand.tokens + job.demand.rows for job in jobs))
+
+
+async def alone(scheduler: Scheduler, function: Callable[[], T], pause: Callable[[], None]) -> T:
+    """Run `function` while no pass runs on any stream, ahead of all waiting jobs.
+
+    Every device thread ends its pass and waits, the last one runs the function, and all go on. Once
+    it is queued it runs, even if the caller is cancelled. At most one call at a time: two would
+    wait for each other's threads.
+
+    Args:
+        scheduler: Runs the passes.
+        function: Function that may write what passes read.
+        pause: Waits on a device thread until its stream has ended its work.
+
+    Raises:
+        DeviceError: the function failed, or a thread did not come within `UNKNOWN_S`.
+        Unavailable: the scheduler stops.
+    """
+    result: list[T] = []
+    streams = scheduler.config.streams
+    barrier = threading.Barrier(streams, lambda: result.append(function()))
+
+    def meet() -> None:
+        pause()
+        barrier.wait(UNKNOWN_S)
+
+    jobs = [scheduler.post(meet) for _ in range(streams)]
+    done = await asyncio.shield(asyncio.gather(*jobs, return_exceptions=True))
+    # threads that wait for one that fails get a BrokenBarrierError
+    if not result:
+        raise next(one for one in done if isinstance(one, BaseException))
+    return result[0]
 
 
 async def _ended(future: asyncio.Future[Any]) -> None:

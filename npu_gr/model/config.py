@@ -104,6 +104,12 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # candidate is its item alone)
     token: Literal["sum", "interleaved"] = "sum"  # noqa: S105 (no secret)
 
+    # semi-local attention, in every layer: the row at position t reads positions
+    # [0, attention_first_tokens) and (t - attention_window_tokens, t]; a candidate's position is
+    # that of the token after the history. 0 = full attention
+    attention_window_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    attention_first_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+
     # every token also embeds the seconds from it to the request (Meta's DLRM form)
     query_times: TimeBuckets | None = None
 
@@ -159,6 +165,32 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         if self.context == "full" and self.relative_bias != "none":
             raise ValueError("context: 'full' only with relative_bias 'none'")
+        self._check_window()
+
+    def _check_window(self) -> None:
+        """Check that nothing depends on the final length, whose rows have left the window."""
+        window = self.attention_window_tokens
+        if not window:
+            if self.attention_first_tokens:
+                raise ValueError("attention_first_tokens: only with attention_window_tokens")
+            return
+        if self.num_user_tokens > self.attention_first_tokens + window:
+            raise ValueError(
+                f"attention_window_tokens: the user's features are {self.num_user_tokens} tokens, "
+                f"window and first tokens are {window + self.attention_first_tokens}"
+            )
+        for field, value, rule in (
+            ("context", "full", "E4: the user's tokens read rows that the window has left"),
+            ("positions", "reverse", "E2: positions counted from the end"),
+            ("scaling", "runtime", "E1: a scale by the length of the history"),
+            ("attention_time", "next", "E10: a row reads the time of the behaviour after it"),
+        ):
+            if getattr(self, field) == value:
+                raise ValueError(f"{field}: {value!r} not with attention_window_tokens ({rule})")
+        if self.query_times is not None:
+            raise ValueError(
+                "query_times: not with attention_window_tokens (E3: it reads the request's time)"
+            )
 
     def features_of(self, of: Of) -> tuple[Feature, ...]:
         """Return the features of users, items, events or crosses, in the checkpoint's order."""
@@ -250,6 +282,7 @@ LATER = (
         "head_item_norm",
     ),
     *("head_norm_eps", "head_activation", "head_scale", "item_codes", "row_dropout", "user_tokens"),
+    *("attention_window_tokens", "attention_first_tokens"),
 )
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant

@@ -149,6 +149,19 @@ class NewItems(NamedTuple):
             None if values is None else Encoded(values.codes[places], values.numbers[places]),
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence[NewItems]) -> NewItems:
+        """Join items, at least one part; all or none have `values`."""
+        features = zip(*(part.features for part in parts), strict=True)
+        values = [part.values for part in parts if part.values is not None]
+        return cls(
+            tuple(np.concatenate(columns) for columns in features),
+            np.concatenate([part.codes for part in parts]),
+            Encoded(*(np.concatenate(one) for one in zip(*values, strict=True)))
+            if values
+            else None,
+        )
+
 
 class ItemCodeRows(nn.Module):
     """The codes of the trained items, and a row for each code of each level."""

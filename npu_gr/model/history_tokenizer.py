@@ -36,6 +36,7 @@ from npu_gr.core.errors import Unprocessable
 from npu_gr.core.feature_schema.columns import NO_COLUMNS, ModelFeatures, OneRow
 from npu_gr.core.feature_schema.encode import Encoded
 from npu_gr.core.history import Events, HistoryReport
+from npu_gr.model.weight_stamps import WeightStamps
 
 UNKNOWN = -1
 _DIRECT = 8  # most slots of a direct table per item; sparser ids use a binary search
@@ -64,6 +65,7 @@ class ItemVocabulary:
             self._table = np.full(int(self._sorted[-1]) - self._before + 2, UNKNOWN, np.int64)
             self._table[ids - self._before] = np.arange(len(ids))
         self.number = 0  # of changes since the training
+        self.weights: WeightStamps | None = None  # None = no delta has changed the weights
         # id of each row behind the trained ones, also of rows that `rows` does not find
         self.new_ids: I64 = np.empty(0, np.int64)
         self.stamps: I64 = self.new_ids  # digest of the content of each of these rows
@@ -89,6 +91,13 @@ class ItemVocabulary:
         order = known[np.argsort(ids[known])]
         made._new_sorted = ids[order]
         made._new_rows = len(self.ids) + order
+        return made
+
+    def with_weights(self, weights: WeightStamps) -> ItemVocabulary:
+        """Return this vocabulary after a change of the weights; all tables are shared."""
+        made = copy.copy(self)
+        made.number += 1
+        made.weights = weights
         return made
 
     def rows(self, ids: I64) -> I64:
@@ -163,6 +172,19 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
         user = self.user if start == 0 < stop else None
         return self._of(own, user)
 
+    def without(self, first: int, last: int) -> Tokens:
+        """Leave out the tokens [first, last), which are none of the user's."""
+        own = np.r_[: first - self.num_user, last - self.num_user : len(self.rows)]
+        return Tokens(
+            self.events.take(own),
+            self.rows[own],
+            self.report,
+            self.user,
+            _some(self.features, own),
+            self.vocabulary,
+            self.user_tokens,
+        )
+
     def newest(self, num_tokens: int) -> Tokens:
         """Return the user's tokens and the newest ones of events, `num_tokens` together."""
         return self._of(slice(max(len(self) - num_tokens, 0), None), self.user)
@@ -184,11 +206,23 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
             (np.full(self.num_user, times[0] if len(times) else 0, np.int64), times)
         )
 
+    def earlier(self, since_at: float) -> list[Tokens]:
+        """Return these tokens as weights before read them that were served since an instant."""
+        weights = None if self.vocabulary is None else self.vocabulary.weights
+        if weights is None:
+            return []
+        return [self.under(then) for until_at, then in weights.earlier if until_at >= since_at]
+
+    def under(self, weights: WeightStamps) -> Tokens:
+        """Return these tokens as other weights read them."""
+        assert self.vocabulary is not None
+        return replace(self, vocabulary=self.vocabulary.with_weights(weights), _fingerprints={})
+
     def fingerprint(self, num_tokens: int) -> str:
         """Fingerprint the first `num_tokens` tokens; each length is computed once.
 
-        It includes the contents of the rows of new items: an item that is withdrawn and added again
-        may have other features.
+        It includes the contents of the rows of new items, since an item that is withdrawn and added
+        again may have other features, and which deltas have changed what the tokens read.
         """
         known = self._fingerprints.get(num_tokens)
         if known is None:
@@ -210,6 +244,8 @@ class Tokens(msgspec.Struct, frozen=True, eq=False):
             if len(new := rows[rows >= first]):
                 contents = self.vocabulary.stamps[new - first].tobytes()
                 plain = xxhash.xxh3_128_hexdigest(plain.encode() + contents)
+        if self.vocabulary is not None and self.vocabulary.weights is not None:
+            plain = self.vocabulary.weights.marked(plain, self.rows[:num_events])
         if self.user is None and self.features is None:
             return plain
         digest = xxhash.xxh3_128(plain.encode())

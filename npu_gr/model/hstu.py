@@ -40,7 +40,7 @@ from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.arrays import F32
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu_input import HSTUWeights, InputRows
-from npu_gr.model.hstu_layer import HSTULayer, Segment, run_by_segments
+from npu_gr.model.hstu_layer import HSTULayer, Segment, run_by_segments, window_of
 
 _TORCH = TorchOps()  # differentiable, for training
 
@@ -166,8 +166,11 @@ def batch_on_host(config: HSTUConfig, segments: Sequence[Segment]) -> list[HstuS
         new = s.times.shape[0]  # len() of a tensor takes ten times as long
         own = s.candidates.shape[0]
         cached = len(times) - new
+        keeps, gap = s.sink is not None, (s.gap_at, s.gap)
         batch.append(
-            HstuSegment(cached, new, own, times, s.candidate_time, pages, s.sink is not None, ids)
+            HstuSegment(
+                cached, new, own, times, s.candidate_time, pages, keeps, ids, *gap, s.stored
+            )
         )
     return batch
 
@@ -192,6 +195,7 @@ def weights_of(
         scale,
         config.activation == "uvqk",
         config.residual == "concat",
+        window_of(config),
     )
 
 
@@ -204,7 +208,7 @@ def fused_layers(
 ) -> HstuPass | None:
     """Ask the backend for fused kernels of whole layers; None = run the layers op by op."""
     scales = {scale_of(len(row.times)) for row in rows}
-    if len(scales) != 1:
+    if len(scales) != 1 or config.attention_window_tokens or rows[0].stored:
         return None
     return backend.hstu_pass(
         HstuPassCall(

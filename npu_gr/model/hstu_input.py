@@ -172,8 +172,9 @@ class ItemVectors:
             )
         return self._embed_known(rows)
 
-    def _embed_known(self, rows: Tensor) -> Tensor:
-        x: Tensor = self._model.item(rows)
+    def _embed_known(self, rows: Tensor, residuals: Tensor | None = None) -> Tensor:
+        """Sum the parts of trained items; None = their own residual rows."""
+        x: Tensor = self._model.item(rows) if residuals is None else residuals
         if self.kept_rows is not None:
             x = x * self.kept_rows[rows]
         ids = [
@@ -269,11 +270,15 @@ class ItemVectors:
         return self._add_common(x, ids, codes, values)
 
     @torch.inference_mode()
+    def fold(self, rows: Tensor, residuals: Tensor) -> Tensor:
+        """Compute the vectors of trained items from their residual rows, [n, dim] each."""
+        return self._embed_known(rows, residuals)
+
+    @torch.inference_mode()
     def write(self, rows: Tensor, vectors: Tensor) -> None:
-        """Write vectors of new items, [n, dim], into n spare rows that no request reads."""
+        """Write vectors, [n, dim], into rows of the frozen table that no pass reads now."""
         assert self.table is not None
-        assert self._model.config.num_items <= int(rows.min())
-        assert int(rows.max()) < self.num_rows
+        assert int(rows.max()) < len(self.table)
         self.table[rows] = vectors
 
     def vectors(self) -> Tensor:
@@ -392,6 +397,7 @@ class InputRows:
         new = segment.num_tokens
         c = len(segment.candidates)
         index = torch.arange(past, past + new + 1, device=segment.items.device)
+        index += segment.gap * (index >= segment.gap_at)
         if self._model.config.positions == "reverse":
             index = past + new - index + self._model.config.num_user_tokens
             index[: segment.num_user_tokens] = torch.arange(

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, normalize, silu
 
 from npu_gr.backend.base import TIME_BUCKETS, Affine, Backend
-from npu_gr.backend.calls import BiasTables, HstuCall, HstuIds, PagedKV
+from npu_gr.backend.calls import AttentionWindow, BiasTables, HstuCall, HstuIds, PagedKV
 from npu_gr.backend.tiles import Slab, Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.model.config import HSTUConfig, TimeBuckets, TimePeriod
@@ -56,6 +56,12 @@ def edges_of(times: TimeBuckets) -> Tensor:
         low = torch.where(reached, low, middle + 1)
         low = torch.minimum(low, high)
     return high
+
+
+def window_of(config: HSTUConfig) -> AttentionWindow | None:
+    """Return what a row sees of the history; None = all."""
+    recent, first = config.attention_window_tokens, config.attention_first_tokens
+    return AttentionWindow(recent, first) if recent else None
 
 
 class PerHeadNorm(nn.Module):
@@ -305,6 +311,10 @@ class Segment:
     events: FeatureValues | None = None  # [e]; here and below, None = all values are missing
     request: FeatureValues | None = None  # [1]
     cross: FeatureValues | None = None  # [c]
+    # positions that are left out behind the first `gap_at` tokens, see `AttentionWindow`
+    gap_at: int = 0
+    gap: int = 0
+    stored: torch.dtype | None = None  # see `HstuCall.stored`
 
     @property
     def num_tokens(self) -> int:
@@ -320,6 +330,11 @@ class Segment:
     def num_rows(self) -> int:
         """Number of new history rows and candidate rows."""
         return self.num_tokens + len(self.candidates)
+
+    def window(self, config: HSTUConfig) -> AttentionWindow | None:
+        """What a row of this segment sees of its tokens; None = all."""
+        window = window_of(config)
+        return window and window._replace(gap_at=self.gap_at, gap=self.gap)
 
     def queried_by_last_event(self) -> Segment:
         """Return the segment with its last event as the only candidate, at the request's time.
@@ -393,6 +408,8 @@ def run_by_segments(
                     alpha,
                     row_times=query_times,
                     edges=layer.time_edges,
+                    window=s.window(config),
+                    stored=s.stored,
                 )
                 out = backend.hstu_causal(call)
                 if config.context == "full" and (users := s.num_user_tokens):
@@ -446,7 +463,10 @@ def _seeing_all(layer: HSTULayer, call: HstuCall, num_rows: int) -> HstuCall:
     q = call.q[:num_rows]
     nothing = call.v.new_zeros(num_rows, *call.v.shape[1:])
     slabs = [*call.cached, (call.k, call.v)] if len(call.k) else call.cached
-    return HstuCall(q, torch.zeros_like(q), nothing, slabs, call.times, layer.bias, call.alpha)
+    return HstuCall(
+        *(q, torch.zeros_like(q), nothing, slabs, call.times, layer.bias, call.alpha),
+        stored=call.stored,
+    )
 
 
 def _candidate_call(
@@ -463,5 +483,9 @@ def _candidate_call(
     own = None if segment.last is None else segment.last.time
     at = segment.candidate_time
     return HstuCall(
-        q, k, v, slabs, times, layer.bias, alpha, at, own_time=own, edges=layer.time_edges
+        *(q, k, v, slabs, times, layer.bias, alpha, at),
+        own_time=own,
+        edges=layer.time_edges,
+        window=segment.window(layer.config),
+        stored=segment.stored,
     )

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -154,6 +154,42 @@ def save(checkpoint: Checkpoint, folder: Path) -> str:
     return _with_blend(version, folder)
 
 
+class CheckpointWeights(NamedTuple):
+    """The content of `model.safetensors`, and what `config.json` says about it."""
+
+    model: HSTUConfig
+    action_names: tuple[str, ...]
+    version: str  # digest of the file
+    tensors: Mapping[str, Tensor]  # by name, with `ITEM_IDS`; mapped from the file
+
+
+def read_weights(folder: Path) -> CheckpointWeights:
+    """Read the weights of a checkpoint, without making a model.
+
+    Raises:
+        CheckpointError: A file is missing or corrupt, or the weights do not fit the configuration.
+    """
+    about = _checked_manifest(folder)
+    tensors = _tensors(folder)
+    weights = {name: tensor for name, tensor in tensors.items() if name != ITEM_IDS}
+    if misfit := _misfit(about.model, weights):
+        raise CheckpointError(f"checkpoint {folder}: weights do not fit config.json: {misfit}")
+    if ITEM_IDS not in tensors:
+        raise CheckpointError(f"checkpoint {folder}: no tensor {ITEM_IDS}")
+    names = about.action_names or tuple(map(value_name, about.action_values))
+    return CheckpointWeights(about.model, names, about.version, tensors)
+
+
+def _tensors(folder: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = load_file(folder / WEIGHTS)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {error.filename}") from error
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder}: {error}") from error
+    return found
+
+
 def load(folder: Path) -> Checkpoint:
     """Read a checkpoint in the dtype in which it was saved.
 
@@ -161,12 +197,7 @@ def load(folder: Path) -> Checkpoint:
         CheckpointError: A file is missing or corrupt, or the weights do not fit the configuration.
     """
     about = _checked_manifest(folder)
-    try:
-        tensors: dict[str, Any] = load_file(folder / WEIGHTS)
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {folder}: {error.strerror}: {error.filename}") from error
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {folder}: {error}") from error
+    tensors = _tensors(folder)
     item_ids = tensors.pop(ITEM_IDS, None)
     if misfit := _misfit(about.model, tensors):
         raise CheckpointError(f"checkpoint {folder}: weights do not fit config.json: {misfit}")
@@ -199,13 +230,22 @@ def load(folder: Path) -> Checkpoint:
     )
 
 
-def version_of(folder: Path) -> str:
-    """Return a checkpoint's version, without loading its weights.
+def weights_version(folder: Path) -> str:
+    """Return the digest of a checkpoint's weights, without loading them.
 
     Raises:
         CheckpointError: A file is missing, or the weights are not those of config.json.
     """
-    return _with_blend(_checked_manifest(folder).version, folder)
+    return _checked_manifest(folder).version
+
+
+def config_of(folder: Path) -> HSTUConfig:
+    """Return a checkpoint's configuration, without loading its weights.
+
+    Raises:
+        CheckpointError: A file is missing, or the weights are not those of config.json.
+    """
+    return _checked_manifest(folder).model
 
 
 def _checked_manifest(folder: Path) -> _Manifest:
@@ -228,11 +268,18 @@ def _checked_manifest(folder: Path) -> _Manifest:
 
 
 def _with_blend(version: str, folder: Path) -> str:
-    """Combine the weights' version with the digest of the blend, if there is one."""
+    return combined(version, order_digest(folder))
+
+
+def order_digest(folder: Path) -> str:
+    """Return the digest of a checkpoint's score blend; "" = it has none."""
     path = folder / ORDER
-    return (
-        xxhash.xxh3_64((version + digest(path)).encode()).hexdigest() if path.exists() else version
-    )
+    return digest(path) if path.exists() else ""
+
+
+def combined(version: str, order: str) -> str:
+    """Combine the weights' version with the digest of the blend, if there is one."""
+    return xxhash.xxh3_64((version + order).encode()).hexdigest() if order else version
 
 
 def _blend_misfit(config: HSTUConfig, blend: ScoreBlend) -> str:

@@ -27,6 +27,8 @@ class RelayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_joiners: Count = 64  # ranks that wait for one prefill job; a limit against bots
     brownout_tokens: Count = 512  # a rank without a prefix reads these when the brown-out truncates
     max_remembered: Count = 100_000  # users whose last signal is remembered
+    # seconds for which a prefix may be used after a delta has changed weights that it has read
+    max_stale_s: SecondsOrZero = 0.0
 
 
 class TriggerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

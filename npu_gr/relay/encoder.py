@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from npu_gr.core.arrays import I64
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import PageRun
@@ -21,9 +20,11 @@ from npu_gr.engine.queue import JobOrder, JobResult
 class Prefix(Protocol):
     """A history as one model reads it."""
 
-    @property
-    def timestamps(self) -> I64:
-        """[n] unix seconds of the tokens; stored with the KV."""
+    def earlier(self, since_at: float) -> Sequence[Prefix]:
+        """Return this history as weights read it that were served since an instant, newest first.
+
+        A prefix of theirs is stale: a delta has changed what it read.
+        """
         ...
 
     @property

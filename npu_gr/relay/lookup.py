@@ -2,6 +2,7 @@
 
     the prefix is                    the rank                  decision      outcome
     resident in HBM                  leases it                 UseResident   hbm_hit
+    in HBM, of weights just before   leases it, stale                        hbm_hit
     being prefilled, no rank waits   encodes the rest itself   AdoptPrefill  joined | miss_full
     on its way into HBM otherwise    waits, if time remains    JoinPrefill   joined | miss_full
     in DRAM, and a copy is faster    reloads it and waits      ReloadCopy    dram_hit | miss_full
@@ -304,6 +305,14 @@ class Inventory(Generic[P]):
         """Return the longest usable prefix in HBM."""
         return longest(self._tiers.pool.find(user, self._version, self._layout_id), tokens)
 
+    def stale(self, user: UserKey, tokens: P, now_at: float) -> PrefixEntry | None:
+        """Return the longest prefix in HBM that was exact within `relay.max_stale_s`."""
+        if not (stale_s := self._settings.relay.max_stale_s):
+            return None
+        entries = self._tiers.pool.find(user, self._version, self._layout_id)
+        found = (longest(entries, then) for then in tokens.earlier(now_at - stale_s))
+        return max(filter(None, found), key=lambda entry: entry.num_tokens, default=None)
+
     def copy(self, user: UserKey, tokens: P) -> DramEntry | None:
         """Return the longest usable prefix in DRAM; None while the brown-out keeps DRAM unused."""
         dram = self._tiers.dram
@@ -400,6 +409,10 @@ class PrefixFinder(Generic[P]):
             while_waiting: Factory of a context that is entered while the rank waits.
         """
         existing = self._inventory.existing(user, tokens, time.left_s)
+        if existing.resident is None:
+            stale = self._inventory.stale(user, tokens, self._clock())
+            if stale is not None:
+                return FoundPrefix(Outcome.HBM_HIT, Reason.STALE, stale)
         decision = choose(existing, len(tokens), self._settings.relay.max_joiners)
         if isinstance(decision, UseResident):
             return FoundPrefix(Outcome.HBM_HIT, entry=decision.entry)

@@ -13,6 +13,7 @@ Source: start-time fair queueing (Goyal, Vin, Cheng 1996), as in admission.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, NamedTuple
 
 from npu_gr.core.errors import ResourceError
@@ -23,6 +24,7 @@ from npu_gr.engine.queue import JobOrder
 from npu_gr.relay.config import LiveSettings
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.lookup import Inventory
+from npu_gr.relay.pool_copies import PoolCopies
 from npu_gr.relay.prefill_job import Adoption, PrefillJob
 from npu_gr.relay.prefill_manager import PrefillManager, PrefillTable
 from npu_gr.relay.trigger import AtShare, Forecast, Headroom, RelayMeasurements, decide
@@ -105,6 +107,7 @@ class PrefillAdmission(Generic[P]):
         self._prefills = prefills
         self._measured = measured
         self._clock = clock
+        self.pool_copies: PoolCopies[P] | None = None  # None = there is no pool
 
     @property
     def _is_enabled(self) -> bool:
@@ -112,13 +115,16 @@ class PrefillAdmission(Generic[P]):
         is_on = settings.relay.enabled and not settings.is_switched_off
         return is_on and settings.brownout < Brownout.NO_RELAY
 
-    def preinfer(self, user: UserKey, tokens: P, num_candidates: int) -> Verdict:
+    def preinfer(
+        self, user: UserKey, tokens: P, num_candidates: int, *, may_fetch: bool = True
+    ) -> Verdict:
         """Decide what a signal leads to, and start it. Never waits, never fails.
 
         Args:
             user: User of the history.
             tokens: the whole history.
             num_candidates: Expected number of candidates of the rank.
+            may_fetch: Whether the pool may have the prefix.
         """
         if not self._is_enabled:
             return Verdict.SKIP_DISABLED
@@ -146,6 +152,9 @@ class PrefillAdmission(Generic[P]):
         )
         if verdict is not Verdict.PREINFER:
             return verdict
+        nothing_here = may_fetch and base is None and copy is None
+        if nothing_here and self._fetch(user, tokens, num_candidates):
+            return Verdict.RELOAD
         # Preemptible: it runs when no request waits, until its own rank waits and hastens it.
         order = JobOrder(float("inf"), slots.begins_at(now_at, forecast.full_s))
         t_life_s = self._settings.relay.t_life_s
@@ -164,6 +173,20 @@ class PrefillAdmission(Generic[P]):
         if slots.gives_way is not None:
             slots.gives_way.give_way()
         return started
+
+    def _fetch(self, user: UserKey, tokens: P, num_candidates: int) -> bool:
+        """Start to fetch a prefix from the pool, and decide the signal again when that has ended.
+
+        Returns:
+            False if it is not tried.
+        """
+        copies = self.pool_copies
+        if copies is None or not self._settings.uses_dram:
+            return False
+        if copies.is_fetching(user):
+            return True
+        again = partial(self.preinfer, user, tokens, num_candidates, may_fetch=False)
+        return copies.fetch(user, tokens, self._engine.cost.full_s(len(tokens), 0), again)
 
     def keep(self, user: UserKey, tokens: P) -> Adoption | None:
         """Reserve an entry for the prefix that a full inference encodes anyway.

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 from typing import Any
 
+from npu_gr.engine.kv_cache.pages import PrefixLayout
 from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry
 from npu_gr.engine.kv_cache.tier import PrefixKey
 from npu_gr.engine.queue import JobOrder
@@ -30,6 +31,7 @@ class PrefillKind(StrEnum):
 
     PREFILL = "prefill"  # the device encodes the tokens
     RELOAD = "reload"  # the pages are copied from DRAM
+    REFRESH = "refresh"  # a prefill, of a prefix that a delta has touched: behind all other work
 
 
 class PrefillState(Enum):
@@ -58,6 +60,8 @@ class PrefillJob:
     task: asyncio.Task[None] | None = None  # None = it began as ADOPTED, so no task has run
     adoption: Adoption | None = None  # of the rank that stops it, or whose pass fills the entry
     encoded_tokens: int = 0  # tokens that the pages held when the task stopped
+    # a resident prefix of the same history, to copy instead of encoding it again; None = none
+    base: PrefixEntry | None = None
     joiners: int = 0  # ranks that wait for the prefix
     is_divisible: bool = True  # a rank can continue where the task stopped (see `Prefix`)
     # Cancelled in favour of another tenant's job; the task ends with its current chunk.
@@ -76,14 +80,20 @@ class PrefillJob:
         Only a divisible prefill that no rank has adopted and no rank waits for.
         """
         has_task = self.state in (PrefillState.RUNNING, PrefillState.DESERTED)
-        return (
-            self.kind is PrefillKind.PREFILL and self.is_divisible and has_task and not self.joiners
-        )
+        is_prefill = self.kind is not PrefillKind.RELOAD
+        return is_prefill and self.is_divisible and has_task and not self.joiners
 
     @property
     def is_at_work(self) -> bool:
         """Whether a task fills the entry, not only the pass of a rank."""
         return self.task is not None and not self.task.done() and not self.gives_way
+
+    def forget_if_overwritten(self, layout: PrefixLayout) -> None:
+        """Begin again if the pass of a rank may have overwritten what the task had encoded."""
+        encoded, num_tokens = self.encoded_tokens, self.entry.num_tokens
+        if encoded < num_tokens and layout.step_end(encoded, num_tokens) < num_tokens:
+            self.encoded_tokens = 0
+            self.base = None  # its lease has ended
 
     def give_way(self) -> None:
         """Cancel the job in favour of another tenant's. Its prefix is not published."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Generic
 
-from npu_gr.core.errors import DeadlineExceeded, ResourceError
+from npu_gr.core.errors import DeadlineExceeded, Overloaded, ResourceError, StaleEntry
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Verdict
 from npu_gr.core.shares import Account
@@ -53,21 +53,17 @@ class PrefixFiller(Generic[P]):
         copy_s = self._tiers.pool.arena.layout.bytes(num_tokens) / self._engine.copy_bytes_per_s
         return copy_s * (1 + num_reloading // self._max_reloads)
 
-    async def compute(
-        self, tokens: P, base: PrefixEntry | None, deadline_at: float, job: PrefillJob
-    ) -> None:
+    async def compute(self, tokens: P, deadline_at: float, job: PrefillJob) -> None:
         """Encode a prefix from where the job stopped last time, and publish it when it is complete.
 
         If the job's order is cancelled at a step, its `encoded_tokens` say how far it got.
 
         Args:
             tokens: the whole prefix.
-            base: a leased resident prefix of the same history, to copy instead of encoding it
-                again; None = none.
             deadline_at: instant of the clock; what has not begun by then is dropped.
-            job: the job that owns the entry.
+            job: the job that owns the entry; its `base` is leased until it has been copied.
         """
-        entry = job.entry
+        entry, base = job.entry, job.base
         runs = tuple(entry.runs)
         arena = self._tiers.pool.arena
         first = job.encoded_tokens
@@ -81,8 +77,13 @@ class PrefixFiller(Generic[P]):
         encoded_tokens = await self._engine.prefill(tokens, runs, deadline_at, job.order, first)
         if encoded_tokens < len(tokens):
             job.encoded_tokens = encoded_tokens
-        elif self._tiers.pool.publish(entry, tokens.timestamps) and base is not None:
+        elif self._tiers.pool.publish(entry) and base is not None:
             self._tiers.pool.drop(base)  # its readers go on; later ranks use the longer prefix
+
+    async def refresh(self, tokens: P, deadline_at: float, job: PrefillJob) -> None:
+        """Encode a prefix, unless a later delta touches it or the device has no time."""
+        with suppress(DeadlineExceeded, Overloaded, StaleEntry):
+            await self.compute(tokens, deadline_at, job)
 
     async def reload(
         self, copy: DramEntry, patience_s: float, deadline_at: float, job: PrefillJob
@@ -117,8 +118,7 @@ class PrefixFiller(Generic[P]):
                 dram.verify(copy)
             finally:
                 slots.release()
-        assert copy.timestamps is not None, "only complete copies are found"
-        pool.publish(job.entry, copy.timestamps)
+        pool.publish(job.entry)
 
 
 class PrefillTable:
@@ -150,19 +150,24 @@ class PrefillTable:
         return self._by_user.of(user)
 
     def in_flight(self, kind: PrefillKind | None = None) -> int:
-        """Count the jobs of a kind whose tasks run; None = both kinds.
+        """Count the jobs of a kind whose tasks run; None = those that signals and ranks wait for.
 
         A rank that keeps the prefix it encodes does not count.
         """
         at_work = (job for job in self._by_key.values() if job.is_at_work)
-        return sum(kind is None or job.kind is kind for job in at_work)
+        return sum(
+            job.kind is kind or (kind is None and job.kind is not PrefillKind.REFRESH)
+            for job in at_work
+        )
 
     def at_work_of(self, account: Account) -> list[PrefillJob]:
-        """Return the jobs of one tenant whose tasks run, oldest first."""
+        """Return the jobs of one tenant whose tasks run, oldest first, without refreshes."""
         return [
             each
             for each in self._by_key.values()
-            if each.entry.account is account and each.is_at_work
+            if each.entry.account is account
+            and each.is_at_work
+            and each.kind is not PrefillKind.REFRESH
         ]
 
     def youngest_over(self, shares: Iterable[tuple[Account, int]]) -> PrefillJob | None:
@@ -241,8 +246,9 @@ class PrefillManager(Generic[P]):
                 raise
             base = None  # no longer leased, so its pages may be evicted to make room
             entry = self._pool.reserve(key, len(tokens), is_signalled=True)
-        fill = partial(self._filler.compute, tokens, base, deadline_at)
+        fill = partial(self._filler.compute, tokens, deadline_at)
         made = PrefillJob(entry, PrefillKind.PREFILL, fill, order, is_divisible=tokens.is_divisible)
+        made.base = base
         self._run(self._add(made), held)
         return Verdict.PREINFER if base is None else Verdict.EXTEND
 
@@ -273,6 +279,25 @@ class PrefillManager(Generic[P]):
         self._run(job, ExitStack())
         return job
 
+    def refresh(self, key: PrefixKey, tokens: P, order: JobOrder, deadline_at: float) -> PrefillJob:
+        """Encode a prefix that no rank waits for.
+
+        Args:
+            key: Key of the prefix; it must have no job.
+            tokens: the whole prefix.
+            order: Place of the work in the device queue.
+            deadline_at: instant of the clock; steps that have not begun by then are dropped.
+
+        Raises:
+            ResourceError: there is no room.
+        """
+        entry = self._pool.reserve(key, len(tokens))
+        fill = partial(self._filler.refresh, tokens, deadline_at)
+        divisible = tokens.is_divisible
+        job = self._add(PrefillJob(entry, PrefillKind.REFRESH, fill, order, is_divisible=divisible))
+        self._run(job, ExitStack())
+        return job
+
     def keep(self, key: PrefixKey, tokens: P, deadline_at: float) -> Adoption:
         """Reserve an entry that the pass of a rank fills, as it encodes the whole prefix anyway.
 
@@ -286,7 +311,7 @@ class PrefillManager(Generic[P]):
             ResourceError: there is no room.
         """
         entry = self._pool.reserve(key, len(tokens))
-        fill = partial(self._filler.compute, tokens, None, deadline_at)
+        fill = partial(self._filler.compute, tokens, deadline_at)
         order = JobOrder(float("inf"), self._clock())
         job = self._add(PrefillJob(entry, PrefillKind.PREFILL, fill, order, PrefillState.ADOPTED))
         job.adoption = Adoption(job, self._released)
@@ -348,6 +373,7 @@ class PrefillManager(Generic[P]):
         elif job.state is PrefillState.STOPPING:
             job.state = PrefillState.DESERTED
         elif job.state is PrefillState.ADOPTED:
+            job.forget_if_overwritten(self._pool.arena.layout.prefix)
             self._restart_or_end(job)
 
     def _task_ended(self, job: PrefillJob) -> None:

@@ -29,6 +29,7 @@ from contextlib import (
     ExitStack,
     contextmanager,
     nullcontext,
+    suppress,
 )
 from functools import partial
 from types import MappingProxyType
@@ -41,6 +42,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
 from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry
+from npu_gr.engine.kv_cache.prefix_store import PrefixStore
 from npu_gr.engine.kv_cache.tier import DramEntry, DramStore, PrefixKey
 from npu_gr.engine.kv_cache.tiers import Tiers
 from npu_gr.engine.page_jobs import CachedPrefix, PageCopy
@@ -49,9 +51,11 @@ from npu_gr.relay.background import BackgroundTasks, Overwrites
 from npu_gr.relay.config import Calibration, LiveSettings, RelayConfig, TriggerConfig
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.lookup import FoundPrefix, Inventory, LastSignals, PrefixFinder, RankTime
+from npu_gr.relay.pool_copies import PoolCopies
 from npu_gr.relay.prefill_admission import PrefillAdmission
 from npu_gr.relay.prefill_job import Adoption, PrefillKind
 from npu_gr.relay.prefill_manager import PrefillManager, PrefixFiller
+from npu_gr.relay.refresh import PrefixRefresh
 from npu_gr.relay.trigger import RelayMeasurements
 
 NO_WEIGHTS: Mapping[str, float] = MappingProxyType({})  # all tenants are equal
@@ -86,6 +90,7 @@ class Relay(Generic[P]):
         clock: Callable[[], float] = time.monotonic,
         calibration: Calibration | None = None,
         tenant_weights: Mapping[str, float] = NO_WEIGHTS,
+        store: PrefixStore | None = None,
     ) -> None:
         """Register for the erasures of the tiers. Nothing runs yet.
 
@@ -99,6 +104,7 @@ class Relay(Generic[P]):
             calibration: Earlier measurements, used until there are new ones; also Q_m where the
                 settings have none.
             tenant_weights: Weights for the tenants' shares; a tenant without one has weight 1.
+            store: The pool behind the DRAM tier; None = there is none.
         """
         self.tiers = tiers
         self._engine = engine
@@ -117,6 +123,12 @@ class Relay(Generic[P]):
         self._filler = PrefixFiller(engine, tiers, config.max_reloads)
         self.prefills = PrefillManager(self._filler, tiers.pool, self._background, clock)
         self.spills = Spills(self.settings, engine, tiers, self._background)
+        self.store = store
+        self.pool_copies: PoolCopies[P] | None = None
+        if store is not None and tiers.dram is not None:
+            self.pool_copies = PoolCopies(tiers.dram, store, model_version, self._background)
+            self.spills.on_copied = self.pool_copies.put
+            self.spills.is_pooled = True
         self._signals = LastSignals(self.settings)
         inventory = Inventory(
             self.settings,
@@ -130,6 +142,11 @@ class Relay(Generic[P]):
         self._finder = PrefixFinder(self.settings, inventory, self.prefills, tiers.pool, clock)
         self._admission = PrefillAdmission(
             self.settings, engine, tiers.pool, inventory, self.prefills, self.measured, clock
+        )
+        self._admission.pool_copies = self.pool_copies
+        # after a delta
+        self.refreshing = PrefixRefresh(
+            self.settings, tiers, inventory, self.prefills, self._spill, clock
         )
 
     # ---- settings and gauges
@@ -247,6 +264,9 @@ class Relay(Generic[P]):
         The prefixes cannot be found from now on. Returns when their unused pages are overwritten
         with zeros; pages that a running rank reads or writes are overwritten when it ends, and
         always before another user gets them.
+
+        Raises:
+            PoolFailed: the pool may still have the user; erase again.
         """
         self._signals.forget(user)
         tasks = {job.task for job in self.prefills.table.of(user) if job.task is not None}
@@ -254,10 +274,15 @@ class Relay(Generic[P]):
             task.cancel()  # each ends with the chunk that the device runs
         self.tiers.erase_user(user)
         self.spills.forget(user)
+        in_pool = None
+        if self.pool_copies is not None:
+            in_pool = asyncio.ensure_future(self.pool_copies.erase(user))
         if tasks:
             await asyncio.wait(tasks)
             await asyncio.sleep(0)  # lets the callbacks of the tasks release the pages
         await self._overwrites.finished()
+        if in_pool is not None:
+            await in_pool
 
     def knows(self, user: UserKey) -> bool:
         """Return whether a tier, a prefill job or a remembered signal belongs to the user."""
@@ -277,6 +302,8 @@ class Relay(Generic[P]):
     async def stop(self) -> None:
         """Cancel the tasks that still run, and wait for them."""
         await self._background.stop()
+        if self.pool_copies is not None:
+            self.pool_copies.stop()
 
 
 class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
@@ -364,7 +391,7 @@ class _Leasing(AbstractAsyncContextManager[Lease], Generic[P]):
                 keep=runs,
                 discard=adoption.release,
             )
-            if adoption.is_held and pool.publish(entry, self._tokens.timestamps):
+            if adoption.is_held and pool.publish(entry):
                 with pool.lease(entry, consume=True):
                     pass  # marks it as ranked, so that the entry may be evicted
                 self._relay._spill(entry)
@@ -411,6 +438,9 @@ class Spills(Generic[P]):
         self._tiers = tiers
         self._background = background
         self._copies: dict[PrefixKey, DramEntry] = {}
+        self.is_pooled = False  # `on_copied` puts copies into the pool
+        # Called with each complete copy.
+        self.on_copied: Callable[[DramEntry], None] = lambda _copy: None
 
     def __len__(self) -> int:
         """Count the copies that have not ended."""
@@ -460,8 +490,32 @@ class Spills(Generic[P]):
         pool = self._tiers.pool
         pages = PageCopy(pool.arena, entry.runs, dram.arena, copy.runs, entry.num_tokens)
         await self._engine.copy(pages, float("inf"), JobOrder(order_at), preemptible=True)
-        assert entry.timestamps is not None, "it was published"
-        dram.commit(copy, entry.timestamps)
+        dram.commit(copy)
+        self.on_copied(copy)
+
+    async def hand_over(self, model_version: str, timeout_s: float) -> None:
+        """Copy what only HBM holds, the latest first, right before the relay stops.
+
+        Does nothing unless `on_copied` puts the copies into a pool.
+
+        Args:
+            model_version: Part of the keys of the prefixes.
+            timeout_s: Most seconds that it takes; what is not in the pool by then is lost.
+        """
+        if not self.is_pooled:
+            return
+        pool = self._tiers.pool
+        for user in reversed(pool.users()):
+            for entry in pool.find(user, model_version, pool.arena.layout.layout_id)[:1]:
+                self.start(entry, 0.0)
+
+        async def settled() -> None:
+            while len(self._background):
+                await self._background.finished()
+                await asyncio.sleep(0)  # lets the callbacks of the tasks run
+
+        with suppress(TimeoutError):
+            await asyncio.wait_for(settled(), timeout_s)
 
     def forget(self, user: UserKey) -> None:
         """Allow new copies of an erased user while old ones still run; those commit nothing."""

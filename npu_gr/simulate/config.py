@@ -19,6 +19,7 @@ from npu_gr.relay.config import Calibration, RelayConfig, TriggerConfig
 from npu_gr.server.admission.controller import AdmissionConfig
 
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # equally likely values; a single one is a constant
 Values = Annotated[list[float], msgspec.Meta(min_length=1)]
@@ -40,7 +41,7 @@ class Lateness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device and the host of one instance. `npu-gr simulate fit-device` measures them.
 
-    The first five fields are the cost model of `engine.cost`: T(n, c) = a0 + a1 n + a2 n^2 + c (b0
+    The first six fields are the cost model of `engine.cost`: T(n, c) = a0 + a1 n + a2 n^2 + c (b0
     + b1 n).
     """
 
@@ -49,6 +50,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     a2_s: SecondsOrZero = 0.0
     b0_s: SecondsOrZero = 0.0
     b1_s: SecondsOrZero = 0.0
+    most_tokens: CountOrZero = 0
     late: Annotated[list[Lateness], msgspec.Meta(min_length=1)] = msgspec.field(
         default_factory=lambda: [Lateness()]
     )
@@ -59,6 +61,9 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     copy_host_s: SecondsOrZero = 0.0  # a copy's fixed part
     # keys and values of one token, all layers
     kv_token_bytes: Annotated[int, msgspec.Meta(ge=2, extra_json_schema=IN_BYTES)]
+    # the ranker's attention window, which decides the bytes of a prefix; 0 = the whole history
+    attention_window_tokens: CountOrZero = 0
+    attention_first_tokens: CountOrZero = 0
     # the oldest events of a longer history are cut, in steps of `cut_step_tokens`
     max_history_tokens: Count = 16_384
     cut_step_tokens: Count = 256
@@ -66,7 +71,7 @@ class DeviceProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     @property
     def cost(self) -> CostModel:
         """The cost model with which the trigger and the queue estimate passes."""
-        return CostModel(self.a0_s, self.a1_s, self.a2_s, self.b0_s, self.b1_s)
+        return CostModel(self.a0_s, self.a1_s, self.a2_s, self.b0_s, self.b1_s, self.most_tokens)
 
 
 class Lognormal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -132,6 +137,15 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(
                 f"warmup_s: {self.warmup_s} leaves nothing of duration_s: {self.duration_s}"
             )
+        if self.kv_cache.pool is not None:
+            raise ValueError(
+                "kv_cache.pool: there is no pool in a simulation, whose instances do not leave"
+            )
+        if self.kv_cache.dtype is not None:
+            raise ValueError(
+                "kv_cache.dtype: no key of a simulation; device.kv_token_bytes are the bytes of a "
+                "token, with the scales of int8, as npu-gr calibrate writes them"
+            )
         if self.sampled_instances is not None and self.load_factor:
             raise ValueError(
                 "sampled_instances: not together with load_factor, which needs all instances"
@@ -165,6 +179,7 @@ def calibrated(config: SimulateConfig, path: Path) -> SimulateConfig:
         a2_s=measured.cost.a2,
         b0_s=measured.cost.b0,
         b1_s=measured.cost.b1,
+        most_tokens=measured.cost.most_tokens,
         copy_bytes_per_s=measured.copy_bytes_per_s,
         kv_token_bytes=measured.kv_token_bytes,
     )

@@ -14,9 +14,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DeadlineExceeded
 from npu_gr.engine.cost import PassCosts
 from npu_gr.engine.device_threads import LATE, Ended, Streams, finish
@@ -28,7 +25,6 @@ from npu_gr.engine.scheduler import Scheduler
 from npu_gr.simulate.config import DeviceProfile
 
 FASTEST = 0.1  # lower bound of a noisy pass, relative to the cost model
-_TIMESTAMPS: I64 = np.zeros(1 << 20, np.int64)
 
 
 class RankWork(NamedTuple):
@@ -130,17 +126,17 @@ class SimulatedPrefix:
         self._num_tokens = max(num_events - self._start, 0)
 
     @property
-    def timestamps(self) -> I64:
-        """Zeros, int64 [n]."""
-        return _TIMESTAMPS[: self._num_tokens]
-
-    @property
     def is_divisible(self) -> bool:
         """Always True, like a ranker's tokens."""
         return True
 
     def __len__(self) -> int:
         return self._num_tokens
+
+    def earlier(self, since_at: float) -> list[SimulatedPrefix]:
+        """Return nothing: simulated weights never change."""
+        del since_at
+        return []
 
     def fingerprint(self, num_tokens: int) -> str:
         """Identify a prefix by its start and length."""

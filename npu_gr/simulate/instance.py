@@ -216,4 +216,6 @@ def _layout(profile: DeviceProfile, page_tokens: int) -> KVLayout:
         v_dim=profile.kv_token_bytes - key_bytes,
         page_tokens=page_tokens,
         dtype="uint8",
+        window_tokens=profile.attention_window_tokens,
+        first_tokens=profile.attention_first_tokens,
     )

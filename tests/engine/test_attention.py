@@ -14,18 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from npu_gr.backend.base import HSTU
 from npu_gr.backend.calls import HstuCall, HstuShape
 from npu_gr.backend.tiles import Tiles
 from npu_gr.backend.torch_ops import TorchOps
 from npu_gr.core.errors import ConfigError, DeviceError
 from npu_gr.core.history import HistoryReport
 from npu_gr.core.served import AttentionWay
-from npu_gr.engine.attention import Trial, choose_way, fastest, possible
+from npu_gr.engine.attention import Trial, choose_way, possible
 from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.engine.ways import fastest
 from npu_gr.model.history_tokenizer import Tokens
 from tests.models import events, tiny_model
 
@@ -56,7 +58,8 @@ class Ways(TorchOps):
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
         return "right", "off", "lost", "torch"
 
-    def running(self, way: str) -> Self:
+    def running(self, way: str, op: str = HSTU) -> Self:
+        assert op == HSTU
         return type(self)(way)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
@@ -229,7 +232,7 @@ async def test_a_way_that_is_right_on_one_long_history_alone_is_rejected(
 async def test_a_way_need_not_be_steadier_than_torch_ops(
     engine: RankEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Ways, "running", lambda _self, way: Ways("unsteady"))
+    monkeypatch.setattr(Ways, "running", lambda _self, way, _op=HSTU: Ways("unsteady"))
     took(engine, monkeypatch, {"unsteady": 1.0})
     (way,) = await choose_way(engine, engine.backend, ["any"], trial())
     assert not way.rejected

@@ -9,18 +9,19 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from npu_gr.core.errors import DeadlineExceeded, DeviceError, Overloaded, StaleEntry, Unavailable
-from npu_gr.core.health import DEAD_S, LEAST_S, Health
+from npu_gr.core.health import COMPILE_S, DEAD_S, LEAST_S, UNKNOWN_S, Health, compiles
 from npu_gr.engine import device_threads
-from npu_gr.engine.device_threads import COMPILE_S, SWITCH_S, UNKNOWN_S, pass_limit_s
+from npu_gr.engine.device_threads import SWITCH_S, pass_limit_s
 from npu_gr.engine.page_jobs import warmup_order
 from npu_gr.engine.queue import Demand, Job, JobOrder, JobStep, SchedulerConfig
-from npu_gr.engine.scheduler import Scheduler
+from npu_gr.engine.scheduler import Scheduler, alone
 from tests.serving import until
 
 FAR = float("inf")
@@ -497,8 +498,15 @@ async def test_first_runs_have_the_limit_of_a_compiler() -> None:
         await scheduler.call(note, FAR, warmup_order())
         await scheduler.batch(Work("self-test"), note, FAR, estimate_s=0.001)
         await scheduler.batch(Work("request"), note, time.monotonic() + 60, estimate_s=0.001)
-    first = (UNKNOWN_S, COMPILE_S)
-    assert limits == [first, first, (LEAST_S, DEAD_S)]
+
+        def compiles_then_notes(works: Sequence[Any]) -> list[Any]:
+            compiles()  # what a kernel that is not compiled yet, and a new graph, call
+            return note(works)
+
+        for run in (compiles_then_notes, note):
+            await scheduler.batch(Work("request"), run, time.monotonic() + 60, estimate_s=0.001)
+    first, usual = (UNKNOWN_S, COMPILE_S), (LEAST_S, DEAD_S)
+    assert limits == [first, first, usual, first, usual]
 
 
 async def test_a_stop_does_not_wait_for_a_pass_that_does_not_return(
@@ -528,3 +536,28 @@ async def test_a_stop_does_not_wait_for_a_pass_that_does_not_return(
         await asyncio.to_thread(thread.join, 10)
         assert not thread.is_alive()
     await asyncio.sleep(0)
+
+
+async def test_alone_means_that_no_pass_runs_on_any_stream() -> None:
+    async with running(streams=3) as (scheduler, _):
+        begun = [threading.Event() for _ in range(2)]
+        ran = threading.Event()
+        beside: list[bool] = []
+
+        def long_pass(number: int) -> None:
+            begun[number].set()
+            beside.append(ran.wait(0.2))
+
+        passes = [asyncio.create_task(scheduler.call(partial(long_pass, n), FAR)) for n in (0, 1)]
+        for one in begun:
+            await asyncio.to_thread(one.wait, 10)
+        await asyncio.gather(*passes, alone(scheduler, ran.set, lambda: None))
+        assert beside == [False, False]
+        assert ran.is_set()
+
+        def fails() -> None:
+            raise ValueError("planted")
+
+        with pytest.raises(DeviceError):
+            await alone(scheduler, fails, lambda: None)
+        assert await alone(scheduler, lambda: 7, lambda: None) == 7

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.core.feature_schema.schema import Feature
-from npu_gr.model.config import PINNED, inexact_fields, take_pinned, write_keys
+from npu_gr.model.config import PINNED, TimeBuckets, inexact_fields, take_pinned, write_keys
 from npu_gr.model.weights import Checkpoint, load, save
 from tests.models import tiny_config, tiny_model
 
@@ -86,3 +87,33 @@ def test_the_default_is_exact() -> None:
 def test_names_are_given_once(field: str, names: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=field):
         tiny_config(**{field: names})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"positions": "reverse"}, r"positions.*E2"),
+        ({"scaling": "runtime"}, r"scaling.*E1"),
+        ({"context": "full", "relative_bias": "none"}, r"context.*E4"),
+        ({"query_times": TimeBuckets(function="log", count=4)}, r"query_times.*E3"),
+        ({"attention_window_tokens": 0}, "attention_first_tokens: only with"),
+        (
+            {
+                "head": "dot", "attention_time": "next", "retrieval": True, "tasks": ("click",),
+            },
+            r"attention_time.*E10",
+        ),
+    ],
+)  # fmt: skip
+def test_what_depends_on_the_final_length_has_no_window(changes: dict[str, Any], says: str) -> None:
+    window = {"attention_window_tokens": 8, "attention_first_tokens": 2}
+    with pytest.raises(ValueError, match=says):
+        tiny_config(**{**window, **changes})
+
+
+def test_older_versions_read_a_checkpoint_without_a_window() -> None:
+    assert not {"attention_window_tokens", "attention_first_tokens"} & set(
+        write_keys(tiny_config())
+    )
+    window = {"attention_window_tokens": 8, "attention_first_tokens": 2}
+    assert write_keys(tiny_config(**window)).items() >= window.items()

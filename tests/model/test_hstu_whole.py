@@ -43,6 +43,8 @@ SUPPORTED = {
 # a value other than the default makes a ranker's layers, or its head, run op by op
 UNSUPPORTED = {
     *(
+        "attention_window_tokens",
+        "attention_first_tokens",
         "norm_eps",
         "attention_norm_in_concat",
         "alpha",

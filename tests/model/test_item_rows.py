@@ -14,6 +14,7 @@ import torch
 from benchmarks.quality_cold import with_new_items
 from npu_gr.core.feature_schema.encode import encode
 from npu_gr.core.feature_schema.schema import Feature
+from npu_gr.engine.device_weights import DeviceWeights
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine
 from npu_gr.engine.scheduler import Scheduler
@@ -92,10 +93,10 @@ def test_retrieval_compares_with_the_written_row_too(dtype: torch.dtype, norm: s
     """Also where it compares with a copy of the table."""
     model = ranker(dtype, head_item_norm=norm)
     engine = RankEngine(model, CPU, Scheduler(SchedulerConfig()), None)  # type: ignore[arg-type]
-    before = engine._table().clone()
-    engine.write_items(np.array([303, 300, 302]), new_items())
-    assert torch.equal(engine._table(), model.items.vectors())
-    changed = (engine._table() != before).any(1).nonzero()[:, 0]
+    before = engine.weights.table().clone()
+    engine.weights.write_items(np.array([303, 300, 302]), new_items())
+    assert torch.equal(engine.weights.table(), model.items.vectors())
+    changed = (engine.weights.table() != before).any(1).nonzero()[:, 0]
     assert changed.tolist() == [300, 302, 303]
 
 
@@ -117,7 +118,7 @@ def test_a_row_is_written_among_the_spare_ones_alone() -> None:
     model = ranker()
     for row in (299, 304):
         with pytest.raises(AssertionError):
-            model.items.write(torch.tensor([row]), model.items.new_vectors(new_items(1)))
+            DeviceWeights(model, CPU).write_items(np.array([row]), new_items(1))
 
 
 def test_the_start_leaves_every_sum_as_it_was() -> None:

@@ -16,12 +16,14 @@ from npu_gr.core.arrays import F32
 from npu_gr.core.errors import DeviceError, PoolExhausted
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Outcome, Reason, Verdict
+from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.rank_engine import RankPass
 from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.relay.prefill_job import PrefillKind
 from npu_gr.relay.relay import Lease
 from tests.engine.kv_cache.invariants import check_pool
-from tests.relay.rig import CANDIDATES, USER, Bench, bench, same, tokens
+from tests.relay.rig import CANDIDATES, RING, USER, Bench, bench, same, tokens
 
 
 @pytest.mark.parametrize(
@@ -163,6 +165,48 @@ async def test_what_a_rank_discards_is_encoded_again_for_those_who_wait() -> Non
             assert not len(b.pool)
         lease, scores = await joining
         assert (lease.outcome, lease.reason) == (Outcome.JOINED, Reason.COMPUTE)
+        assert same(scores, await b.cold(history))
+        await b.idle()
+        assert not b.has_leaked()
+
+
+@pytest.mark.parametrize("window", [(0, 0), RING])
+async def test_who_waits_gets_right_scores_after_a_rank_wrote_and_failed(
+    window: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a ring the failed pass has overwritten what the prefill before it had encoded."""
+    async with bench(window=window) as b:
+        history, prefill, forward = tokens(150), b.engine.prefill, b.engine.forward
+        stopped = list[int]()
+
+        async def half(
+            whole: Tokens, keep: tuple[PageRun, ...], deadline_at: float, *_: object
+        ) -> int:
+            monkeypatch.setattr(b.engine, "prefill", prefill)
+            await asyncio.sleep(0.01)
+            encoded = await prefill(whole[:100], keep, deadline_at, JobOrder(0.0))
+            stopped.append(encoded)
+            return encoded
+
+        def fails(passes: Sequence[RankPass]) -> list[F32]:
+            scores = forward(passes)
+            if passes[0].keep is None or not len(passes[0].candidates):
+                return scores
+            monkeypatch.setattr(b.engine, "forward", forward)
+            raise DeviceError("a planned failure")
+
+        monkeypatch.setattr(b.engine, "prefill", half)
+        monkeypatch.setattr(b.engine, "forward", fails)
+        b.relay.signal(USER, history)
+        await asyncio.sleep(0)
+        ranking = asyncio.create_task(b.rank(history))
+        await asyncio.sleep(0.005)
+        joining = asyncio.create_task(b.rank(history))
+        with pytest.raises(DeviceError):
+            await ranking
+        lease, scores = await joining
+        assert lease.outcome is Outcome.JOINED
+        assert stopped == [100]
         assert same(scores, await b.cold(history))
         await b.idle()
         assert not b.has_leaked()

@@ -16,11 +16,21 @@ from npu_gr.engine.cost import CostModel
 from npu_gr.engine.rank_engine import RankPass
 from npu_gr.model.history_tokenizer import Tokens
 from tests.models import events
-from tests.relay.rig import CANDIDATES, USER, bench, same, tokenized, tokens
+from tests.relay.rig import (
+    CANDIDATES,
+    PAGE_TOKENS,
+    RING,
+    USER,
+    bench,
+    same,
+    tokenized,
+    tokens,
+)
 
 
-async def test_every_outcome_gives_the_cold_scores() -> None:
-    async with bench() as b:
+@pytest.mark.parametrize("window", [(0, 0), RING])
+async def test_every_outcome_gives_the_cold_scores(window: tuple[int, int]) -> None:
+    async with bench(window=window) as b:
         history = tokens(100)
         want = await b.cold(history)
 
@@ -69,14 +79,43 @@ async def test_a_signal_brings_a_spilled_prefix_back() -> None:
         assert same(scores, await b.cold(history))
 
 
-async def test_new_behaviours_are_appended_to_an_old_prefix() -> None:
-    async with bench() as b:
+@pytest.mark.parametrize("window", [(0, 0), RING])
+async def test_new_behaviours_are_appended_to_an_old_prefix(window: tuple[int, int]) -> None:
+    async with bench(window=window) as b:
         whole = events(130)
         assert b.relay.signal(USER, tokenized(whole[:100])) is Verdict.PREINFER
         lease, scores = await b.rank(tokenized(whole))
         assert lease.cached is not None
         assert lease.cached.num_tokens == 100
         assert same(scores, await b.cold(tokenized(whole)))
+
+
+async def test_a_ring_has_the_cold_scores_after_every_delta_and_the_same_pages() -> None:
+    """By signals and ranks, out of DRAM, with two versions in the tiers; erasing empties both."""
+    async with bench(window=RING) as b, b.next_version(window=RING) as newer:
+        whole = events(400)
+        for place, stop in enumerate((20, 90, 91, 150, 260, 399)):
+            history = tokenized(whole[:stop])
+            if place % 3 == 1:
+                b.relay.signal(USER, history)
+                await b.idle()
+            if place % 3 == 2:
+                b.pool.erase_user(USER)  # the copy in DRAM is what is left
+            lease, scores = await b.rank(history)
+            assert same(scores, await b.cold(history)), stop
+            assert lease.cached is not None or not place
+            await b.idle()
+            held = b.pool.find(USER, "v1", b.pool.arena.layout.layout_id)
+            assert held[0].num_pages == min(-(-stop // PAGE_TOKENS), 4)
+            lease, scores = await newer.rank(history)
+            assert same(scores, await newer.cold(history)), stop
+            await newer.idle()
+        await b.relay.erase(USER)
+        assert b.dram is not None
+        assert b.pool.free_bytes == b.pool.budget_bytes
+        assert b.dram.free_bytes == b.dram.budget_bytes
+        assert not any(chunk.any() for chunk in b.engine.arena._keys + b.dram.arena._keys)
+        assert not b.has_leaked()
 
 
 async def test_a_signal_encodes_only_what_is_new() -> None:

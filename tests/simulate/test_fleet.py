@@ -8,10 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from npu_gr.backend.base import Arrangement
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import Outcome, Verdict
 from npu_gr.core.settings import from_table
 from npu_gr.engine.kv_cache.config import KVConfig
+from npu_gr.engine.kv_cache.pages import KVLayout
 from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.metrics.slo import Result
 from npu_gr.relay.brownout import BrownoutConfig
@@ -27,6 +29,7 @@ from npu_gr.simulate.config import (
 )
 from npu_gr.simulate.device import SimulatedPrefix
 from npu_gr.simulate.fleet import Fleet, FleetResult, search, simulate
+from npu_gr.simulate.instance import SimulatedInstance
 from npu_gr.simulate.users import TrafficRequest, signals_and_ranks, visits
 from tests.engine.kv_cache.invariants import check_dram, check_pool
 
@@ -221,7 +224,6 @@ def test_the_capacity_found_keeps_the_slo_and_one_less_does_not() -> None:
 def test_a_history_over_the_window_loses_whole_steps(over: int) -> None:
     prefix = SimulatedPrefix(1000 + over, 1000, 256)
     assert len(prefix) == 1000 + over - -(-over // 256) * 256
-    assert len(prefix.timestamps) == len(prefix)
     assert prefix.fingerprint(500) == SimulatedPrefix(1000 + over, 1000, 256).fingerprint(500)
     if over:
         assert prefix.fingerprint(500) != SimulatedPrefix(1000, 1000, 256).fingerprint(500)
@@ -230,3 +232,46 @@ def test_a_history_over_the_window_loses_whole_steps(over: int) -> None:
 def test_a_device_without_room_for_a_page_is_an_error_in_words() -> None:
     with pytest.raises(ConfigError, match=r"kv_cache\.hbm_bytes"):
         run(config(kv_cache=KVConfig(hbm_bytes=100, dram_bytes=0)), [])
+
+
+def test_with_an_attention_window_the_same_memory_keeps_more_users() -> None:
+    settings = config(kv_cache=KVConfig(hbm_bytes=500_000, dram_bytes=1_000_000))
+    ring = msgspec.structs.replace(DEVICE, attention_window_tokens=32, most_tokens=200)
+    assert ring.cost.full_s(10_000, 0) == ring.cost.full_s(200, 0) < DEVICE.cost.full_s(201, 0)
+    found = list(traffic(60.0))
+    whole, windowed = (run(settings, found, profile)[0] for profile in (DEVICE, ring))
+    assert windowed.outcomes[Outcome.DRAM_HIT] > 1.2 * whole.outcomes[Outcome.DRAM_HIT] > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("arrangement", ["natural", "tiles"])
+@pytest.mark.parametrize("window", [0, 100])
+async def test_a_simulated_user_takes_the_bytes_of_a_real_one(
+    dtype: str, arrangement: Arrangement, window: int
+) -> None:
+    """From the bytes of a token that `npu-gr calibrate` writes: with scales and padding."""
+    real = KVLayout(
+        num_layers=3,
+        num_heads=4,
+        qk_dim=20,
+        v_dim=33,
+        dtype=dtype,
+        arrangement=arrangement,
+        window_tokens=window,
+        first_tokens=window // 10,
+    )
+    profile = msgspec.structs.replace(
+        DEVICE,
+        kv_token_bytes=real.token_bytes,
+        attention_window_tokens=window,
+        attention_first_tokens=window // 10,
+    )
+    simulated = SimulatedInstance(config(), profile, "a").tiers.pool.arena.layout
+    for num_tokens in (1, 63, 64, 65, 1000):
+        assert simulated.bytes(num_tokens) == real.bytes(num_tokens)
+
+
+def test_what_a_simulation_does_not_have_is_rejected() -> None:
+    for key, value in (("pool", "mooncake://127.0.0.1:50051"), ("dtype", "int8")):
+        with pytest.raises(ConfigError, match=rf"kv_cache\.{key}"):
+            from_table({"device": "d", "kv_cache": {key: value}}, SimulateConfig)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.calls import PagedKV
-from npu_gr.backend.tiles import TILE_TOKENS, Tiles, pack
+from npu_gr.backend.tiles import TILE_TOKENS, Tiles, dequantise, pack, quantise
 from npu_gr.backend.torch_ops import PlainOps
 from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 
@@ -53,6 +53,7 @@ class KVArena:
         self.layout = layout
         self.num_pages = num_pages
         self._pack = pack
+        self._is_int8 = layout.torch_dtype == torch.int8
         group = TILE_TOKENS if layout.arrangement == "tiles" else 1
         rows = layout.page_tokens // group
         page_bytes = (
@@ -127,7 +128,8 @@ class KVArena:
             num_tokens: Number of tokens to read.
 
         Returns:
-            One (k [m, H, Dq], v [m, H, Dv]) for each run; their m add up to `num_tokens`.
+            One (k [m, H, Dq], v [m, H, Dv]) for each run; their m add up to `num_tokens`. Of int8
+            they are copies, in fp32.
         """
         assert self.layout.arrangement == "natural"
         slabs = []
@@ -135,7 +137,8 @@ class KVArena:
             if num_tokens <= 0:
                 break
             k, v = self._slab(layer, run)
-            slabs.append((k[:num_tokens], v[:num_tokens]))
+            held = k[:num_tokens], v[:num_tokens]
+            slabs.append((dequantise(held[0]), dequantise(held[1])) if self._is_int8 else held)
             num_tokens -= len(k)
         return slabs
 
@@ -162,6 +165,8 @@ class KVArena:
         if self.layout.arrangement == "tiles":
             self._write_tiles(layer, runs, start_token, k, v)
             return
+        if self._is_int8:
+            k, v = quantise(k), quantise(v)
         done = 0
         for run in runs:
             run_k, run_v = self._slab(layer, run)
@@ -183,8 +188,9 @@ class KVArena:
     ) -> Callable[[int, Tensor, Tensor], LayerKV]:
         """Make the function with which a forward pass writes each layer's rows to the pages.
 
-        If the pages are in tiles and of the dtype of the rows, the function returns all tokens of
-        the layer, which attention then reads in place of the rows: so the rows are packed once.
+        If the pages are in tiles and of the dtype of the rows, or in int8, the function returns all
+        tokens of the layer, which attention then reads in place of the rows: so the rows are packed
+        once.
 
         Args:
             runs: pages in token order.
@@ -193,7 +199,8 @@ class KVArena:
 
         def keep(layer: int, k: Tensor, v: Tensor) -> LayerKV:
             self.write(layer, runs, start_token, k, v)
-            if self.layout.arrangement == "natural" or self.layout.torch_dtype != k.dtype:
+            is_read = self._is_int8 or self.layout.torch_dtype == k.dtype
+            if self.layout.arrangement == "natural" or not is_read:
                 return None
             return self.slabs(layer, runs, start_token + len(k))
 
@@ -217,9 +224,10 @@ class KVArena:
         self.fill(runs, 0.0)
 
     def fill(self, runs: Sequence[PageRun], number: float) -> None:
-        """Overwrite pages with a number."""
+        """Overwrite pages with a number, 0 or NaN."""
         for part in self._parts(runs):
-            part.fill_(number)
+            # in int8 the scales are NaN if every byte is 0xff
+            part.fill_(-bool(number) if self._is_int8 else number)
 
     def copies(self, runs: Sequence[PageRun]) -> list[Tensor]:
         """Copy pages to the host: keys, then values of each run, [layer, page, ...] each."""

@@ -1,15 +1,21 @@
-"""Pages of prefix KV: their layout, the same in every tier, and an allocator of page numbers."""
+"""Pages of prefix KV: their layout, the same in every tier, and an allocator of page numbers.
+
+A row is the key and value of one token in every layer. `PrefixLayout` says which rows of a user a
+prefix holds, and in which of its pages they lie. Pool, DRAM tier, relay, simulator and self-check
+ask it, and know nothing else about the form of a model's prefix. The pages of an entry have
+*places* 0, 1, 2, ...; a place holds one page of tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
 from npu_gr.backend.base import Arrangement
-from npu_gr.backend.tiles import TILE_TOKENS, padded
+from npu_gr.backend.tiles import TILE_TOKENS, padded, scale_bytes
 from npu_gr.core.errors import PoolExhausted
 
 
@@ -18,6 +24,184 @@ class PageRun(NamedTuple):
 
     first_page: int
     num_pages: int
+
+
+class Places(NamedTuple):
+    """Where the tokens that a pass reads and writes lie, in token order."""
+
+    pages: tuple[int, ...]  # places
+    gap_at: int = 0  # number of tokens before the gap
+    gap: int = 0  # number of tokens that no page holds: those that no later row reads
+
+
+class PrefixLayout(Protocol):
+    """The form of a prefix. Every method is arithmetic on numbers of tokens."""
+
+    @property
+    def name(self) -> str:
+        """Part of the layout's identifier; "" = the whole history."""
+        ...
+
+    def rows(self, num_tokens: int) -> tuple[range, ...]:
+        """Return the positions whose rows later rows may read, after `num_tokens` tokens."""
+        ...
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Return the number of pages that hold a prefix of `num_tokens` tokens."""
+        ...
+
+    def step_end(self, start: int, stop: int) -> int:
+        """Return how far one pass may encode [start, stop), start < stop.
+
+        Up to there it overwrites nothing that it reads, so the prefix of `start` tokens stays
+        whole; a longer delta changes it, and is encoded in several passes.
+        """
+        ...
+
+    def places(self, start: int, stop: int, begins_at: int = 0) -> Places | None:
+        """Return the places of a pass that reads a prefix of `start` tokens and encodes to `stop`.
+
+        Requires stop <= step_end(start, stop), unless the new rows are not written to pages.
+        Behind the first tokens, those before `begins_at` are not read. None = all places, in order.
+        """
+        ...
+
+    @property
+    def first_end(self) -> int:
+        """Number of tokens in the pages that are never overwritten."""
+        ...
+
+    def first_needed(self, num_tokens: int) -> int:
+        """Return where to begin a prefix of `num_tokens` tokens, after its first `first_end`.
+
+        No row that is read later depends on the tokens between them. 0 = at the beginning.
+        """
+        ...
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that a pass has to encode, in whole pages; 0 = as many as there are."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeHistory:
+    """Full attention: every row reads every row before it, so all rows are kept."""
+
+    page_tokens: int
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    def rows(self, num_tokens: int) -> tuple[range, ...]:
+        return (range(num_tokens),)
+
+    def num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+    def step_end(self, start: int, stop: int) -> int:
+        return stop
+
+    def places(self, start: int, stop: int, begins_at: int = 0) -> Places | None:
+        return None
+
+    @property
+    def first_end(self) -> int:
+        return 0
+
+    def first_needed(self, num_tokens: int) -> int:
+        return 0
+
+    @property
+    def most_tokens(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class PageRing:
+    """Semi-local attention: the row at position t reads positions [0, K2) and (t - K1, t].
+
+    The pages of the first K2 tokens stay; the others are a ring that the newest tokens overwrite.
+    With K1 = 4, K2 = 1 and pages of two tokens, after 11 tokens, of which position 11 reads x:
+
+        place       0     1     2     3
+        tokens    x 1   8x 9x 10x .  6  7
+    """
+
+    page_tokens: int
+    window_tokens: int  # K1
+    first_tokens: int  # K2
+    num_layers: int
+
+    @property
+    def name(self) -> str:
+        return f"/ring {self.first_tokens}+{self.window_tokens}"
+
+    @property
+    def _first_pages(self) -> int:
+        return -(-self.first_tokens // self.page_tokens)
+
+    @property
+    def _ring_pages(self) -> int:
+        """Pages that hold the window wherever it begins, and at least one token more."""
+        return -(-self.window_tokens // self.page_tokens) + 1
+
+    def rows(self, num_tokens: int) -> tuple[range, ...]:
+        newest = max(0, num_tokens - self.window_tokens + 1)
+        if newest <= self.first_tokens:
+            return (range(num_tokens),)
+        return range(self.first_tokens), range(newest, num_tokens)
+
+    def num_pages(self, num_tokens: int) -> int:
+        return min(-(-num_tokens // self.page_tokens), self._first_pages + self._ring_pages)
+
+    def step_end(self, start: int, stop: int) -> int:
+        return min(stop, (self._oldest_page(start) + self._ring_pages) * self.page_tokens)
+
+    @property
+    def first_end(self) -> int:
+        return self._first_pages * self.page_tokens
+
+    @property
+    def _reach(self) -> int:
+        """Tokens before a row on which it depends: each layer reads K1 - 1 further back."""
+        return self.num_layers * (self.window_tokens - 1)
+
+    def first_needed(self, num_tokens: int) -> int:
+        page = (num_tokens - self._reach) // self.page_tokens
+        return page * self.page_tokens if page > self._first_pages else 0
+
+    @property
+    def most_tokens(self) -> int:
+        return self.first_end + self._reach + self.page_tokens
+
+    def places(self, start: int, stop: int, begins_at: int = 0) -> Places | None:
+        oldest = max(self._oldest_page(start), begins_at // self.page_tokens)
+        end = -(-stop // self.page_tokens)
+        pages = (*range(min(self._first_pages, end)), *range(oldest, end))
+        gap = (oldest - self._first_pages) * self.page_tokens
+        return Places(
+            tuple(map(self._place, pages)), self._first_pages * self.page_tokens if gap else 0, gap
+        )
+
+    def _oldest_page(self, start: int) -> int:
+        """Return the page of the ring with the oldest row that position `start` reads."""
+        newest = (start - self.window_tokens + 1) // self.page_tokens
+        return max(self._first_pages, newest)
+
+    def _place(self, page: int) -> int:
+        behind = page - self._first_pages
+        return page if behind < 0 else self._first_pages + behind % self._ring_pages
+
+
+class HeldTokens(NamedTuple):
+    """The tokens of a prefix that a pass reads, and the pages in which it finds them."""
+
+    runs: tuple[PageRun, ...]  # in token order, with room for the new tokens
+    num_cached: int  # tokens that the pages hold already, those in the gap left out
+    gap_at: int = 0  # see `Places`
+    gap: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +216,19 @@ class KVLayout:
     dtype: str = "float32"
     # order of the numbers within a page: token by token, or in tiles (`backend/tiles.py`)
     arrangement: Arrangement = "natural"
+    # semi-local attention (`PageRing`): K1 and K2; 0 = every row reads the whole history
+    window_tokens: int = 0
+    first_tokens: int = 0
+    # the rows that a prefix holds, and their places in its pages
+    prefix: PrefixLayout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        form = (
+            PageRing(self.page_tokens, self.window_tokens, self.first_tokens, self.num_layers)
+            if self.window_tokens
+            else WholeHistory(self.page_tokens)
+        )
+        object.__setattr__(self, "prefix", form)
         if self.arrangement == "tiles" and self.page_tokens % TILE_TOKENS:
             raise ValueError(
                 f"page_tokens: {self.page_tokens} is no multiple of {TILE_TOKENS}, the tokens of a "
@@ -48,12 +243,17 @@ class KVLayout:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Widths of a stored key and value, for each head; tiles pad them."""
-        return (
+        """Widths of a stored key and value, for each head, in numbers of the dtype.
+
+        Tiles pad them; of int8 they include the scale.
+        """
+        qk_dim, v_dim = (
             padded(self.qk_dim, self.v_dim)
             if self.arrangement == "tiles"
             else (self.qk_dim, self.v_dim)
         )
+        scale = scale_bytes(self.torch_dtype)
+        return qk_dim + scale, v_dim + scale
 
     @property
     def token_bytes(self) -> int:
@@ -69,15 +269,31 @@ class KVLayout:
     def layout_id(self) -> str:
         """Identifier of the layout; part of every prefix key, so layouts are never mixed."""
         shape = f"{self.num_layers}x{self.num_heads}x{self.qk_dim}+{self.v_dim}"
-        return f"{shape}/{self.page_tokens}/{self.dtype}/{self.arrangement}"
+        return f"{shape}/{self.page_tokens}/{self.dtype}/{self.arrangement}{self.prefix.name}"
 
     def pages(self, num_tokens: int) -> int:
-        """Return the number of pages that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.page_tokens)
+        """Return the number of pages that hold a prefix of `num_tokens` tokens."""
+        return self.prefix.num_pages(num_tokens)
 
     def bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the pages that hold `num_tokens` tokens."""
+        """Return the bytes of the pages that hold a prefix of `num_tokens` tokens."""
         return self.pages(num_tokens) * self.page_bytes
+
+    def held(
+        self, runs: tuple[PageRun, ...], start: int, stop: int, begins_at: int = 0
+    ) -> HeldTokens:
+        """Arrange the pages of a prefix for a pass that reads `start` tokens and encodes to `stop`.
+
+        Args:
+            runs: Pages of the prefix, by place.
+            start, stop, begins_at: See `PrefixLayout.places`.
+        """
+        places = self.prefix.places(start, stop, begins_at)
+        if places is None:
+            return HeldTokens(runs, start)
+        pages = [page for run in runs for page in range(run.first_page, sum(run))]
+        used = [PageRun(pages[place], 1) for place in places.pages]
+        return HeldTokens(_merged(used), start - places.gap, places.gap_at, places.gap)
 
 
 class PageAllocator:

@@ -41,7 +41,6 @@ from contextlib import AbstractContextManager
 from enum import Enum, auto
 from typing import NamedTuple
 
-from npu_gr.core.arrays import I64
 from npu_gr.core.errors import PoolExhausted
 from npu_gr.core.shares import Account, Shares
 from npu_gr.engine.kv_cache.arena import KVArena
@@ -413,23 +412,21 @@ class PrefixPool(PageTier[PrefixEntry]):
         self._users.add(entry)
         return entry
 
-    def publish(self, entry: PrefixEntry, timestamps: I64) -> bool:
+    def publish(self, entry: PrefixEntry) -> bool:
         """Make a completely written entry findable, for at least `t_life_s`.
 
         Args:
             entry: Result of `reserve`.
-            timestamps: [num_tokens] unix seconds of its tokens.
 
         Returns:
             False if the entry was dropped in the meantime, because its user was erased; its pages
             are freed.
         """
-        assert len(timestamps) == entry.num_tokens
         if entry.state is EntryState.DROPPED:
             self.abandon(entry)
             return False
         self._reserved.remove(entry)
-        entry.timestamps = timestamps
+        entry.is_published = True
         entry.state = EntryState.LIVE
         entry.holding.waiting.add(entry)
         self._found[entry.key] = entry
@@ -530,3 +527,20 @@ class PrefixPool(PageTier[PrefixEntry]):
         del self._found[entry.key]
         if not entry.leases:
             self._give_back(entry)
+
+
+def by_use(pool: PrefixPool) -> list[PrefixEntry]:
+    """List the complete entries: those that wait for a rank, then the latest used first."""
+    return sorted(
+        pool._found.values(),
+        key=lambda entry: (entry.state is EntryState.LIVE, entry.evictable_number),
+        reverse=True,
+    )
+
+
+def evict_last(pool: PrefixPool, entry: PrefixEntry) -> None:
+    """Evict an entry after all that are evictable now."""
+    if entry.state is EntryState.EVICTABLE:
+        entry.holding.evictable.remove(entry)
+        entry.evictable_number = next(pool._numbers)
+        entry.holding.evictable.add(entry)

@@ -38,7 +38,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from npu_gr.core.arrays import I64
 from npu_gr.core.errors import PoolExhausted, StaleEntry
 from npu_gr.core.history import UserKey
 from npu_gr.core.shares import Account, Shares
@@ -109,12 +108,12 @@ class TierEntry:
         "expires_at",
         "is_erased",
         "is_held",
+        "is_published",
         "key",
         "leases",
         "num_pages",
         "num_tokens",
         "runs",
-        "timestamps",
     )
 
     def __init__(
@@ -125,18 +124,12 @@ class TierEntry:
         self.num_tokens = num_tokens
         self.runs = runs
         self.num_pages = sum(run.num_pages for run in runs)
-        # [num_tokens] unix seconds; None = the prefix is not completely written
-        self.timestamps: I64 | None = None
+        self.is_published = False  # it is, or was, completely written and findable
         self.leases = 0  # open leases
         self.expires_at = 0.0
         self.is_held = True  # the pages are not freed yet
         self.is_erased = False  # its user was erased
         account.held += self.num_pages
-
-    @property
-    def is_published(self) -> bool:
-        """Whether it is, or was, completely written and findable."""
-        return self.timestamps is not None
 
 
 E = TypeVar("E", bound=TierEntry)
@@ -278,7 +271,7 @@ class DramStore(PageTier[DramEntry]):
             clock: Monotonic clock, in seconds.
         """
         super().__init__(arena, arena.num_pages, clock)
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._jitter_ratio = ttl_jitter_ratio
         self._random = random.Random(seed)  # noqa: S311  (jitter)
         self._epochs = np.zeros(arena.num_pages, np.int64)  # of each page
@@ -336,19 +329,18 @@ class DramStore(PageTier[DramEntry]):
         heads = [entry for holding in over if (entry := holding.least_recent()) is not None]
         return min(heads, key=lambda entry: entry.used_number, default=None) or taker.least_recent()
 
-    def commit(self, entry: DramEntry, timestamps: I64) -> None:
+    def commit(self, entry: DramEntry) -> None:
         """Make a complete copy findable for its TTL, or free it if it was dropped meanwhile.
 
         Args:
             entry: Result of `reserve`.
-            timestamps: [num_tokens] unix seconds of its tokens.
         """
         if entry.is_dropped:
             self.abandon(entry)
             return
         if (before := self._found.get(entry.key)) is not None:
             self.drop(before)
-        entry.timestamps = timestamps
+        entry.is_published = True
         self._touch(entry)
 
     def abandon(self, entry: DramEntry) -> None:
@@ -406,7 +398,7 @@ class DramStore(PageTier[DramEntry]):
     def _touch(self, entry: DramEntry) -> None:
         """Restart the entry's TTL, and make it the most recently used."""
         jitter = 1.0 + self._jitter_ratio * (2.0 * self._random.random() - 1.0)
-        entry.expires_at = self._clock() + self._ttl_s * jitter
+        entry.expires_at = self._clock() + self.ttl_s * jitter
         entry.used_number = next(self._numbers)
         self._found[entry.key] = entry
         entry.holding.copies[entry.key] = entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -16,6 +17,14 @@ from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.kv_cache.pages import KVLayout
 from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
 from npu_gr.engine.kv_cache.tier import DramStore
+
+log = logging.getLogger(__name__)
+
+# Share of the free device memory that `hbm_bytes: auto` takes. The rest is for the activations and
+# graphs of passes, and for the weights of the next version while a reload prepares it.
+AUTO_RATIO = 0.8
+# that of a ranker whose instance has a generator too, which is loaded after it
+AUTO_RATIO_OF_TWO = 0.4
 
 
 class Tiers(NamedTuple):
@@ -58,6 +67,7 @@ def open_tiers(
     t_life_s: float,
     clock: Callable[[], float],
     section: str = "kv_cache",
+    auto_ratio: float = AUTO_RATIO,
     least_pages: int = 1,
     seed: int = 0,
 ) -> Tiers:
@@ -72,26 +82,29 @@ def open_tiers(
         t_life_s: Seconds that a published prefix waits for its rank.
         clock: Monotonic clock of both tiers, in seconds.
         section: Section of the configuration, for error messages.
+        auto_ratio: Share of the free device memory that `hbm_bytes: auto` takes.
         least_pages: Least number of pages of the HBM tier.
         seed: Seed of the jitter of the DRAM tier's TTLs.
 
     Raises:
-        ConfigError: `hbm_bytes` holds fewer than `least_pages` pages, or the device has less.
+        ConfigError: `hbm_bytes` holds fewer than `least_pages` pages, the device has less, or it is
+            auto where the device has no memory of its own.
     """
-    pages = config.hbm_bytes // layout.page_bytes
+    free = None if backend is None else backend.free_bytes()
+    hbm_bytes = _hbm_bytes(config, layout, free, section, auto_ratio)
+    pages = hbm_bytes // layout.page_bytes
     if pages < least_pages:
         raise ConfigError(
-            f"{section}.hbm_bytes: {config.hbm_bytes} holds {pages} pages of {layout.page_bytes} "
+            f"{section}.hbm_bytes: {hbm_bytes} holds {pages} pages of {layout.page_bytes} "
             f"bytes, the least is {least_pages}"
         )
-    free = None if backend is None else backend.free_bytes()
-    if free is not None and config.hbm_bytes > free:
+    if free is not None and hbm_bytes > free:
         raise ConfigError(
-            f"{section}.hbm_bytes: {size_text(config.hbm_bytes)}, but the device has "
+            f"{section}.hbm_bytes: {size_text(hbm_bytes)}, but the device has "
             f"{size_text(free)} next to the weights"
         )
     arena = _arena(layout, pages, backend)
-    pool = PrefixPool(arena, config.hbm_bytes, t_life_s, clock)
+    pool = PrefixPool(arena, hbm_bytes, t_life_s, clock)
     dram_pages = config.dram_bytes // layout.page_bytes
     if not dram_pages:
         return Tiers(pool, None)
@@ -103,6 +116,26 @@ def open_tiers(
         clock=clock,
     )
     return Tiers(pool, dram)
+
+
+def _hbm_bytes(
+    config: KVConfig, layout: KVLayout, free: int | None, section: str, ratio: float
+) -> int:
+    """Resolve `hbm_bytes: auto`, and say in the log what it is."""
+    if config.hbm_bytes != "auto":
+        return config.hbm_bytes
+    if free is None:
+        raise ConfigError(
+            f"{section}.hbm_bytes: auto is for devices with memory of their own; give the bytes"
+        )
+    pages = int(free * ratio) // layout.page_bytes
+    log.info(
+        "%s.hbm_bytes: auto is %s, %.0f %% of the %s that the device has next to the weights: "
+        "%d tokens",
+        *(section, size_text(pages * layout.page_bytes), ratio * 100, size_text(free)),
+        pages * layout.page_tokens,
+    )
+    return pages * layout.page_bytes
 
 
 def _arena(layout: KVLayout, num_pages: int, backend: Backend | None) -> KVArena:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +17,7 @@ from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.kv_cache.tier import DramEntry, DramStore
 from tests.clock import Clock
 from tests.engine.kv_cache.invariants import check_dram
-from tests.engine.kv_cache.test_prefix_pool import LAYOUT, key, times
+from tests.engine.kv_cache.test_prefix_pool import LAYOUT, key
 
 
 def store(num_pages: int = 8, jitter: float = 0.0) -> tuple[DramStore, Clock]:
@@ -29,7 +28,7 @@ def store(num_pages: int = 8, jitter: float = 0.0) -> tuple[DramStore, Clock]:
 
 def kept(dram: DramStore, user: str, num_tokens: int = 4, tenant: str = "") -> DramEntry:
     entry = dram.reserve(key(user, tenant=tenant), num_tokens)
-    dram.commit(entry, times(num_tokens))
+    dram.commit(entry)
     return entry
 
 
@@ -38,7 +37,7 @@ def test_incomplete_copies_are_not_found() -> None:
     entry = dram.reserve(key("a"), 8)
     assert dram.get(key("a")) is None
     assert dram.find(UserKey("", "a"), "v1", LAYOUT.layout_id) == []
-    dram.commit(entry, times(8))
+    dram.commit(entry)
     assert dram.find(UserKey("", "a"), "v1", LAYOUT.layout_id) == [entry]
     failed = dram.reserve(key("b"), 4)
     dram.abandon(failed)
@@ -141,7 +140,7 @@ def test_erasing_a_user_during_a_copy() -> None:
     dram.erase_user(UserKey("", "a"))
     assert not erased
     assert dram.free_bytes < dram.budget_bytes
-    dram.commit(entry, times(4))
+    dram.commit(entry)
     dram.abandon(entry)
     [(runs, free)] = erased
     assert runs == entry.runs
@@ -169,7 +168,7 @@ def test_pages_are_conserved(steps: list[tuple[str, int, int]]) -> None:
                     assert size > 4 or pending
             case 1 if pending:
                 entry = pending.pop()
-                dram.commit(entry, np.arange(entry.num_tokens))
+                dram.commit(entry)
             case 2 if pending:
                 dram.abandon(pending.pop(0))
             case 3:

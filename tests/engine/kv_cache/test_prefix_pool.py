@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -45,15 +44,11 @@ def key(
     return PrefixKey(UserKey(tenant, user), version, LAYOUT.layout_id, fingerprint)
 
 
-def times(num_tokens: int) -> np.ndarray:
-    return np.arange(num_tokens)
-
-
 def filled(
     pool: PrefixPool, name: PrefixKey, num_tokens: int = 4, *, is_signalled: bool = False
 ) -> PrefixEntry:
     entry = pool.reserve(name, num_tokens, is_signalled=is_signalled)
-    assert pool.publish(entry, times(num_tokens))
+    assert pool.publish(entry)
     return entry
 
 
@@ -144,7 +139,7 @@ class PoolMachine(RuleBasedStateMachine):
         entry = self.reserved.pop(data.draw(st.integers(0, len(self.reserved) - 1)))
         was_dropped = entry.state is EntryState.DROPPED
         if publish:
-            self.pool.publish(entry, times(entry.num_tokens))
+            self.pool.publish(entry)
             if not was_dropped:
                 self.visible.append(entry)
         else:
@@ -238,7 +233,7 @@ def test_a_user_erased_during_a_reservation_stays_erased(end: str) -> None:
     assert not set(entry.runs) & set(other.runs)
     assert not erased
     if end == "publish":
-        made.publish(entry, times(5))
+        made.publish(entry)
     made.abandon(entry)
     made.abandon(entry)
     [(runs, free)] = erased
@@ -247,7 +242,7 @@ def test_a_user_erased_during_a_reservation_stays_erased(end: str) -> None:
     assert made.live_bytes == 2 * LAYOUT.page_bytes  # until it is overwritten
     free()
     assert made.reserved_bytes == made.budget_bytes - made.free_bytes == 2 * LAYOUT.page_bytes
-    made.publish(other, times(5))
+    made.publish(other)
     assert made.get(key()) is other
     check_pool(made)
 

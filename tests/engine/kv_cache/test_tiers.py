@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -40,7 +41,7 @@ def test_whole_pages_within_the_budgets() -> None:
     assert pool.waits.t_life_s == 5.0
     key = PrefixKey(UserKey("", "u"), "v", LAYOUT.layout_id, "f")
     copy = dram.reserve(key, 1)
-    dram.commit(copy, np.zeros(1, np.int64))
+    dram.commit(copy)
     assert 7.0 * 0.9 <= copy.expires_at <= 7.0 * 1.1
 
 
@@ -71,9 +72,39 @@ def test_a_user_is_erased_from_both(dram_bytes: int) -> None:
     both = tiers(msgspec.structs.replace(CONFIG, dram_bytes=dram_bytes))
     keys = [PrefixKey(UserKey("", user), "v", LAYOUT.layout_id, "f") for user in "ab"]
     for key in keys:
-        both.pool.publish(both.pool.reserve(key, 1), np.zeros(1, np.int64))
+        both.pool.publish(both.pool.reserve(key, 1))
         if both.dram is not None:
-            both.dram.commit(both.dram.reserve(key, 1), np.zeros(1, np.int64))
+            both.dram.commit(both.dram.reserve(key, 1))
     both.erase_user(UserKey("", "a"))
     for tier in both:
         assert tier is None or [tier.get(key) is None for key in keys] == [True, False]
+
+
+class WithMemory(CPUBackend):
+    """A device with memory of its own, of which so many bytes are free."""
+
+    def free_bytes(self) -> int:
+        return 10 * PAGE + 3
+
+
+def test_auto_is_a_share_of_what_is_free_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = msgspec.convert({"page_tokens": 32, "hbm_bytes": "auto"}, KVConfig)
+    caplog.set_level(logging.INFO, "npu_gr.engine.kv_cache.tiers")
+    for ratio, pages in ((0.8, 8), (0.4, 4)):
+        pool, _ = open_tiers(
+            config, LAYOUT, WithMemory(), t_life_s=5.0, clock=lambda: 0.0, auto_ratio=ratio
+        )
+        assert (pool.budget_bytes, pool.arena.num_pages) == (pages * PAGE, pages)
+    assert "kv_cache.hbm_bytes: auto is" in caplog.text
+    assert "80 % of the" in caplog.text
+    assert "256 tokens" in caplog.text
+
+
+def test_auto_that_holds_no_page_or_has_no_device_is_rejected() -> None:
+    auto = msgspec.structs.replace(CONFIG, hbm_bytes="auto")
+    with pytest.raises(ConfigError, match=r"x\.hbm_bytes: auto is for devices with memory"):
+        tiers(auto)
+    with pytest.raises(ConfigError, match=r"x\.hbm_bytes: 0 holds 0 pages"):
+        open_tiers(
+            auto, LAYOUT, WithMemory(), t_life_s=5.0, clock=lambda: 0.0, section="x", auto_ratio=0.0
+        )
