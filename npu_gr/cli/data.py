@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ def load(
     replace: bool,
     value_column: str,
     api_key: str | None,
+    files: Sequence[str] | None = None,
 ) -> None:
     """Load an interaction LOG into the history store; stored events are not added again.
 
@@ -78,11 +80,16 @@ def load(
     from npu_gr.core.history import Mode
     from npu_gr.core.names import is_hashed
     from npu_gr.dataset import read_log
+    from npu_gr.dataset.files import read_dataset
     from npu_gr.history_store.load import features_loaded, load_interactions
     from npu_gr.tools.ingest import open_target
 
     config = None if config_path is None else load_config(config_path, overrides)
-    interactions = read_log(log, value_column=value_column)
+    interactions = (
+        read_log(log, value_column=value_column)
+        if files is None  # else some files of a dataset: the caller knows that the others are there
+        else read_dataset(log).interactions(files)
+    )
     mode = Mode.REPLACE if replace else Mode.MERGE
 
     async def work(stack: ExitStack) -> Loaded:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from npu_gr.cli.options import FILE, names_of
 
 
 @click.command(short_help="Convert your log to a dataset.")
-@click.argument("log", type=FILE)
+@click.argument("log")
 @click.option(
     "--out", type=FILE, help="Folder of the dataset; an existing dataset is replaced at the end."
 )
@@ -21,6 +22,18 @@ from npu_gr.cli.options import FILE, names_of
     type=FILE,
     metavar="FOLDER",
     help="Dataset to add LOG to, with the columns and options of its first log.",
+)
+@click.option(
+    "--merge",
+    "is_merge",
+    is_flag=True,
+    help="LOG is a pattern of datasets, each with all events of its users: merge them.",
+)
+@click.option(
+    "--on",
+    "engine",
+    type=click.Choice(("ray",)),
+    help="Prepare LOG, Parquet files, on the Ray cluster of RAY_ADDRESS; default: here.",
 )
 @click.option(
     "--user",
@@ -192,12 +205,14 @@ from npu_gr.cli.options import FILE, names_of
     help="Memory limit of DuckDB; default: 100 to 512 by LOG's size.",
 )
 def prepare(
-    log: Path,
+    log: str,
     out: Path | None,
     add_to: Path | None,
     items: Path | None,
     users: Path | None,
     no_time: bool,
+    is_merge: bool,
+    engine: str | None,
     **settings: Any,
 ) -> None:
     """Convert a LOG of events to a dataset for `train all` and `load`.
@@ -219,12 +234,17 @@ def prepare(
 
     from npu_gr.dataset.build import add
     from npu_gr.dataset.build import prepare as work
+    from npu_gr.dataset.merged import merge
     from npu_gr.dataset.options import PrepareOptions
     from npu_gr.dataset.summary import summary
 
     folder = out or add_to
     if folder is None or (out and add_to):
         raise click.UsageError("give one of --out and --add-to")
+    if is_merge:
+        _check_merge(click.get_current_context())
+    if engine and add_to:
+        raise click.UsageError("--on: a log that is added is prepared here; give --out")
     given = {name: value for name, value in settings.items() if value is not None}
     options = PrepareOptions(has_time=not no_time, **given)
     console = Console(stderr=True)
@@ -244,10 +264,26 @@ def prepare(
                 tasks[stage] = bars.add_task(stage, total=1.0)
             bars.update(tasks[stage], completed=ratio)
 
-        run = work if add_to is None else add
-        prepared = run(log, folder, options, items=items, users=users, on_stage=show)
+        if is_merge:
+            prepared = merge(log, folder, options, on_stage=show)
+        elif engine:
+            from npu_gr.dataset.on_ray import prepare_on_ray
+
+            prepared = prepare_on_ray(log, folder, options, items=items, users=users, on_stage=show)
+        else:
+            run = work if add_to is None else add
+            prepared = run(log, folder, options, items=items, users=users, on_stage=show)
     click.echo(summary(prepared.manifest, folder))
     if add_to is not None:
         return
     command = ["npu-gr", "train", "all", str(folder), "--out", str(folder.parent)]
     click.echo(f"\nnext: {shlex.join(command)}")
+
+
+def _check_merge(context: click.Context) -> None:
+    """Reject options that only the parts of a merge can follow."""
+    for name in context.params:
+        is_given = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if is_given and name not in ("log", "out", "is_merge", "like", "strict", "memory_mb"):
+            option = next(one.opts[0] for one in context.command.params if one.name == name)
+            raise click.UsageError(f"{option}: give it when the parts are prepared, not at --merge")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from npu_gr.dataset.build import PreparedDataset, add, prepare
     from npu_gr.dataset.files import Dataset, read_dataset
+    from npu_gr.dataset.merged import merge
     from npu_gr.dataset.options import PrepareOptions
     from npu_gr.history_store.interactions import Interactions
 
@@ -23,12 +24,14 @@ __all__ = [
     "PrepareOptions",
     "PreparedDataset",
     "add",
+    "merge",
     "prepare",
     "read_dataset",
     "read_log",
 ]
 
 _HOMES = {"Dataset": "files", "read_dataset": "files", "PrepareOptions": "options"}
+_HOMES |= {"merge": "merged"}
 _PREPARED = (".csv", ".tsv", ".parquet", ".pq", ".ndjson")
 
 

@@ -14,7 +14,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +24,22 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.file_permissions import make_private
 from npu_gr.core.names import item_ids
-from npu_gr.dataset.cells import identifier, pa, pq
+from npu_gr.dataset.cells import finite_number, identifier, pa, pq, values_of
 from npu_gr.dataset.columns import NONE
 from npu_gr.dataset.files import (
+    FEATURE,
     ITEMS,
     MANY_FILES,
+    NUMBER,
     POSITION,
-    USERS,
     Dataset,
     impressions_of,
 )
+from npu_gr.dataset.item_columns import bucket_of_known
 from npu_gr.dataset.line_sources import file_sql
 from npu_gr.dataset.lines import NESTED
 from npu_gr.dataset.options import PrepareOptions
+from npu_gr.dataset.side import ItemTable
 from npu_gr.dataset.write import COMPRESSION, EventCounts, ItemCounts, write_private
 
 # options that the dataset decides unless they are given
@@ -104,16 +106,6 @@ class Earlier:
     def manifest(self) -> Mapping[str, Any]:
         """The manifest of the dataset."""
         return self.dataset.manifest
-
-    @cached_property
-    def users(self) -> Any:
-        """The table of users.parquet."""
-        return pq.read_table(self.dataset.folder / USERS).combine_chunks()
-
-    @cached_property
-    def items(self) -> Any:
-        """The table of items.parquet."""
-        return pq.read_table(self.dataset.folder / ITEMS).combine_chunks()
 
     @property
     def _files(self) -> list[dict[str, Any]]:
@@ -231,33 +223,35 @@ class Earlier:
 
     def names_with_events(self, con: Any, logged: Sequence[str]) -> list[str]:
         """List the items with events: those of the dataset, then those of the added log."""
-        names: list[str] = self.items["name"].to_pylist()
+        names: list[str] = self.dataset.items["name"].to_pylist()
         if self.manifest["items"]["without_events"]:
             paths = [file_sql(self.dataset.folder / one["name"]) for one in self._files]
             ids = con.execute(
                 f"SELECT DISTINCT item FROM read_parquet([{', '.join(paths)}])"
             ).fetchnumpy()["item"]
-            is_there = np.isin(self.items["id"].to_numpy(), ids)
+            is_there = np.isin(self.dataset.items["id"].to_numpy(), ids)
             names = [name for name, there in zip(names, is_there.tolist(), strict=True) if there]
         return list(dict.fromkeys([*names, *logged]))
 
     def write_items(
-        self, folder: Path, with_events: Sequence[str], titles: Mapping[str, str]
+        self, folder: Path, with_events: Sequence[str], described: ItemTable
     ) -> ItemCounts:
-        """Write the items with the features that they have; new ones have none.
+        """Write the items with the features that they have; new ones have those of the log.
 
         Args:
             folder: The new folder.
             with_events: Names of the items with events.
-            titles: Titles of the added log by name, which count.
+            described: What the added log says of its items; its titles count.
         """
-        known = set(self.items["name"].to_pylist())
+        known = set(self.dataset.items["name"].to_pylist())
         new = [name for name in with_events if name not in known]
         added = {"id": item_ids(new, self.dataset.item_key), "name": pa.array(new, pa.string())}
-        table = pa.concat_tables([self.items, pa.table(added)], promote_options="default")
+        added |= self._features_of(new, described)
+        table = pa.concat_tables([self.dataset.items, pa.table(added)], promote_options="default")
         old = table["title"].to_pylist()
+        rows = described.rows
         found = [
-            titles.get(name, title or "")
+            (described.titles[rows[name]] if name in rows else "") or title or ""
             for name, title in zip(table["name"].to_pylist(), old, strict=True)
         ]
         at = table.schema.get_field_index("title")
@@ -273,6 +267,33 @@ class Earlier:
             without_row=before["without_row"] + has_file * len(new),
             without_events=len(table) - len(with_events),
         )
+
+    def _features_of(self, new: Sequence[str], described: ItemTable) -> dict[str, Any]:
+        """Make the columns of features of new items, as items.parquet has them."""
+        columns: dict[str, Any] = {}
+        rows = [described.rows[name] for name in new]
+        for one in described.features:
+            name = FEATURE + one.column
+            if name not in self.dataset.items.column_names:
+                continue
+            numbers = [one.numbers[row] if one.numbers else None for row in rows]
+            cells: list[Any] = [
+                one.cells[row] if number is None else values_of(number, "number")
+                for row, number in zip(rows, numbers, strict=True)
+            ]
+            kind = self.dataset.items.schema.field(name).type
+            if NUMBER + one.column in self.dataset.items.column_names:
+                numbers = [finite_number(cell[0]) if cell else None for cell in cells]
+                known = (
+                    self.dataset.items[NUMBER + one.column].to_pylist(),
+                    self.dataset.items[name].to_pylist(),
+                )
+                columns[NUMBER + one.column] = pa.array(numbers, pa.float64())
+                cells = bucket_of_known(numbers, *known)
+            elif not pa.types.is_list(kind):
+                cells = [cell[0] if cell else None for cell in cells]
+            columns[name] = pa.array(cells, kind)
+        return columns
 
     def joined(
         self, added: dict[str, Any], place: I64, *, has_items: bool, has_users: bool

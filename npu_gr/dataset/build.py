@@ -43,8 +43,9 @@ from npu_gr.dataset.files import (
     read_dataset,
     replaced_folder,
 )
+from npu_gr.dataset.item_columns import item_features
 from npu_gr.dataset.line_sources import Source
-from npu_gr.dataset.log_facts import busiest_user, examples, lost_events
+from npu_gr.dataset.log_facts import busiest_user, examples, lost_events, month_days
 from npu_gr.dataset.log_features import LogFeature
 from npu_gr.dataset.logs import Log
 from npu_gr.dataset.options import PrepareOptions
@@ -149,8 +150,11 @@ def prepare(
         like = Path(options.like) if options.like else out
         if options.like and not is_dataset(like):
             raise DataError(f"--like {like}: not a dataset of `npu-gr prepare`")
-        old = _actions_of(read_dataset(like)) if is_dataset(like) else OldActions()
-        num_rejected = _write(sources, folder, options, old, None, on_stage)
+        before = read_dataset(like) if is_dataset(like) else None
+        old = OldActions() if before is None else actions_of(before)
+        # a folder of its own for each day: its features are those of the day before
+        decided = _features_of_log(before) if before is not None and options.like else None
+        num_rejected = _write(sources, folder, options, old, None, decided, on_stage)
     return PreparedDataset(dataset=read_dataset(out), num_rejected=num_rejected)
 
 
@@ -183,12 +187,19 @@ def add(
         earlier = Earlier(dataset=read_dataset(folder))
         options = options_of(earlier.manifest, options or PrepareOptions())
         with _sources(log, items, users, options) as sources:
-            old = _actions_of(earlier.dataset)
-            num_rejected = _write(sources, new, options, old, earlier, on_stage)
+            old = actions_of(earlier.dataset)
+            decided = _features_of_log(earlier.dataset)
+            num_rejected = _write(sources, new, options, old, earlier, decided, on_stage)
     return PreparedDataset(dataset=read_dataset(folder), num_rejected=num_rejected)
 
 
-def _actions_of(dataset: Dataset) -> OldActions:
+def _features_of_log(dataset: Dataset) -> tuple[str, ...]:
+    """List the features of items that are columns of its log."""
+    return tuple(one["name"] for one in dataset.manifest["features"] if one.get("of_log"))
+
+
+def actions_of(dataset: Dataset) -> OldActions:
+    """Return the actions and the key that a dataset which replaces this one keeps."""
     before = dataset.manifest["actions"]
     return OldActions(
         folder=str(dataset.folder),
@@ -205,12 +216,13 @@ def _write(
     options: PrepareOptions,
     old: OldActions,
     earlier: Earlier | None,
+    decided: tuple[str, ...] | None,
     on_stage: OnStage,
 ) -> int:
     """Write all files of a dataset, and return the number of rejected rows."""
     make_private(folder / REJECTED)
     with (folder / REJECTED).open("w", encoding="utf-8") as rejected:
-        build = _Build(*sources, options, rejected, earlier)
+        build = _Build(*sources, options, rejected, earlier, decided)
         memory_mb = sources.log.memory_mb
         with (
             opened(folder / "spill", memory_mb) as con,
@@ -233,6 +245,7 @@ class _Build:
         options: PrepareOptions,
         rejected: IO[str],
         earlier: Earlier | None,
+        decided: tuple[str, ...] | None,
     ) -> None:
         self._source = source
         self._item_source = item_source
@@ -241,7 +254,14 @@ class _Build:
         self._rejects = Rejects(rejected, source.place)
         self._item_rejects = Rejects(rejected, item_source.place) if item_source else None
         self._user_rejects = Rejects(rejected, user_source.place) if user_source else None
-        self._log = Log(source, options, earlier.kinds if earlier else None)
+        self._decided = decided if options.features is None or earlier else None
+        self._log = Log(
+            source,
+            options,
+            earlier.kinds if earlier else None,
+            describes_items=item_source is None,
+            decided=self._decided,
+        )
         self._earlier = earlier
 
     @property
@@ -265,8 +285,8 @@ class _Build:
             con,
             self._rejects,
             lambda ratio: on_stage("reading", ratio),
-            earlier.users["name"].combine_chunks() if earlier else None,
-            earlier.items["name"].to_pylist() if earlier else (),
+            earlier.dataset.users["name"].combine_chunks() if earlier else None,
+            earlier.dataset.items["name"].to_pylist() if earlier else (),
             old.item_key,
         )
         if table is not None and self._item_rejects is not None:
@@ -289,18 +309,20 @@ class _Build:
             if not sum(counts.of_action) and not (shown and len(shown)):
                 path.unlink()
             item_names = earlier.names_with_events(con, item_names)
-        num_without = write_users(folder, names, users, earlier.users if earlier else None)
-        titles = log.titles() if table is None else {}
+        num_without = write_users(folder, names, users, earlier.dataset.users if earlier else None)
+        described = table or self._described_by_log(
+            con, [one.name for one in users.features] if users else []
+        )
         if earlier and table is None:
-            items = earlier.write_items(folder, item_names, titles)
+            items = earlier.write_items(folder, item_names, described)
         else:
-            items = write_items(folder, item_names, table, titles, log.item_key)
+            items = write_items(folder, item_names, described, log.item_key)
         notes = [*actions.notes, *self._source.notes]
         if table is not None:
             notes += notes_of("item", item_names, table.rows, table.num_again)
         if users is not None:
             notes += notes_of("user", names.to_pylist(), users.rows, users.num_again)
-        manifest = self._manifest(actions, table, counts, items, notes)
+        manifest = self._manifest(actions, table, described, counts, items, notes)
         if shown is not None and len(shown):
             write_private(shown, folder / impressions_of(path.name))
         manifest["impressions"] = 0 if shown is None else len(shown)
@@ -310,13 +332,38 @@ class _Build:
             place = earlier.link_events(folder, actions.names)
             has = {"has_items": table is not None, "has_users": users is not None}
             manifest = earlier.joined(manifest, place, **has)
-        is_order = log.time_kind is None or log.time_kind.least_us == 0
         facts = lost_events(con, log.columns), busiest_user(con)
-        found = list(findings(manifest, item_names, *facts, is_order=is_order))
+        is_order = manifest.get("is_order", False)
+        are_days = is_order and log.time_kind is not None and month_days(con)
+        found = list(findings(manifest, item_names, *facts, are_days=are_days))
         if found and self._options.strict:
             raise DataError("\n".join(["--strict:", *found]))
         manifest["notes"] += found
         return manifest
+
+    def _described_by_log(self, con: Any, taken: Sequence[str]) -> ItemTable:
+        """Describe the log's items by its own columns."""
+        log = self._log
+        names, titles = log.item_names(), log.titles()
+        features, skipped = item_features(
+            con,
+            log.item_columns,
+            names,
+            taken,
+            is_wanted=self._options.features is not None and self._decided is None,
+            is_decided=self._decided is not None,
+        )
+        used = {one.column for one in features} | skipped.keys()
+        log.unused = [one for one in log.unused if one["name"] not in used]
+        return ItemTable(
+            key=log.columns.item,
+            title=log.title,
+            source=None,
+            rows={name: row for row, name in enumerate(names)},
+            titles=[titles.get(name, "") for name in names],
+            features=features,
+            skipped=skipped,
+        )
 
     def _read_items(self, con: Any, on_stage: OnStage) -> ItemTable | None:
         if self._item_source is None:
@@ -376,6 +423,7 @@ class _Build:
         self,
         actions: Actions,
         table: ItemTable | None,
+        described: ItemTable,
         counts: EventCounts,
         items: ItemCounts,
         notes: Sequence[str],
@@ -407,6 +455,7 @@ class _Build:
             "times": time_kind.words
             if time_kind
             else "none: the row number in the log is its time",
+            "is_order": time_kind is None or time_kind.least_us == 0,
             "first_time": counts.first_time,
             "last_time": counts.last_time,
             "actions": {
@@ -421,9 +470,10 @@ class _Build:
             "items": items._asdict(),
             "item_key": self._log.item_key.hex(),
             "features": [
-                {"name": one.column, "kind": one.kind} for one in (table.features if table else ())
+                {"name": one.column, "kind": one.kind} | ({} if table else {"of_log": True})
+                for one in described.features
             ],
-            "skipped": table.skipped if table else {},
+            "skipped": described.skipped,
             "unused": self._log.unused,
             "filtered": self._log.num_left_out,
             "duplicates": {"rows": counts.num_duplicates, "kept": self._options.keep_duplicates},

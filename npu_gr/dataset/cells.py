@@ -230,13 +230,18 @@ def _is_missing_text(text: str) -> str:
     return f"regexp_full_match({text}, '{_MISSING_PATTERN}')"
 
 
-def number_sql(column: str, kind: str, *, has_booleans: bool = False) -> str:
+def number_sql(
+    column: str, kind: str, *, has_booleans: bool = False, has_comma: bool = False
+) -> str:
     """Convert cells to DOUBLE, null where they are not numbers that float32 can hold.
 
     Args:
         has_booleans: Whether booleans are 1 and 0.
+        has_comma: Whether texts are written as 1.234,56.
     """
     if kind == "VARCHAR":
+        if has_comma:
+            column = f"replace(replace({column}, '.', ''), ',', '.')"
         text = _trimmed_sql(column, kind)
         booleans = "".join(
             f" WHEN {text} = {literal(name)} THEN {number}" for name, number in BOOLEANS.items()

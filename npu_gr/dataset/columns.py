@@ -37,6 +37,7 @@ class CellKind(StrEnum):
     TEXT = "text"
     INTEGER = "whole numbers"
     NUMBER = "numbers"
+    COMMA = "numbers with a decimal comma"
     TIME = "times"
     LIST = "lists"
 
@@ -93,7 +94,9 @@ def kind_of(array: Any) -> CellKind:
         return CellKind.INTEGER
     if _share(texts, NUMBER) >= _MOST:
         return CellKind.NUMBER
-    return CellKind.TIME if _share(texts, _DATED) >= _MOST else CellKind.TEXT
+    if _share(texts, _DATED) >= _MOST:
+        return CellKind.TIME
+    return CellKind.COMMA if _share(texts, _COMMA) >= _MOST else CellKind.TEXT
 
 
 def cells_of(name: str, array: Any, declared: Mapping[str, str]) -> Cells:
@@ -410,7 +413,7 @@ def _fits(role: str, kind: CellKind) -> bool:
         case "event":
             return kind in (CellKind.TEXT, CellKind.INTEGER)
         case "value":
-            return kind in (CellKind.INTEGER, CellKind.NUMBER)
+            return kind in (CellKind.INTEGER, CellKind.NUMBER, CellKind.COMMA)
         case _:
             return kind not in (CellKind.EMPTY, CellKind.LIST)
 

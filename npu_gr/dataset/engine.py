@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,12 @@ def in_memory(memory_mb: int = LEAST_MB, folder: Path | None = None) -> Iterator
     """Yield a connection without files, or one that may spill into a folder."""
     limits = {"memory_limit": f"{memory_mb}MB", "temp_directory": str(folder or "")}
     with duckdb.connect(config=_CONFIG | limits) as con:
-        # `query_progress` works only with the progress bar enabled
-        for setting in (
-            "TimeZone = 'UTC'",
-            "enable_progress_bar = true",
-            "enable_progress_bar_print = false",
-        ):
-            con.execute(f"SET {setting}")
+        con.execute("SET TimeZone = 'UTC'")
+        # `query_progress` works only with the progress bar enabled. In a notebook, DuckDB wants
+        # ipywidgets for that; without it there is no progress.
+        with suppress(duckdb.InvalidInputException):
+            con.execute("SET enable_progress_bar = true")
+            con.execute("SET enable_progress_bar_print = false")
         yield con
 
 

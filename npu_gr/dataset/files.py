@@ -25,7 +25,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -90,11 +90,14 @@ class Dataset:
         keys = ("events", "first_time", "last_time", "digest")
         return found or [{"name": EVENTS} | {key: self.manifest[key] for key in keys}]
 
-    def interactions(self) -> Interactions:
+    def interactions(self, only: Collection[str] | None = None) -> Interactions:
         """Read all events, in time order (of equal times: by user, then as the log has them).
 
         A value is the index of the event's action, or the rating itself if the actions are
         ratings.
+
+        Args:
+            only: Names of the files of events to read; None = all.
 
         Raises:
             DataError: a file is missing or damaged.
@@ -102,7 +105,7 @@ class Dataset:
         is_rated = self.manifest["actions"]["kind"] == ActionKind.RATINGS
         columns = ["user", "item", "value" if is_rated else "action", "time"]
         wanted = columns + [FEATURE + one["name"] for one in self._features("log_features")]
-        files = [one["name"] for one in self.event_files]
+        files = [one["name"] for one in self.event_files if only is None or one["name"] in only]
         has_position = all(POSITION in self._columns_of(name) for name in files)
         wanted += [POSITION] if has_position else []
         table = pa.concat_tables(self._read(name, wanted) for name in files)
@@ -178,6 +181,16 @@ class Dataset:
                 own = zip(ids, table[numbers[one.name]].to_pylist(), strict=True)
                 one.numbers.update((item, number) for item, number in own if number is not None)
         return found
+
+    @cached_property
+    def users(self) -> Any:
+        """The table of users.parquet."""
+        return pq.read_table(self.folder / USERS).combine_chunks()
+
+    @cached_property
+    def items(self) -> Any:
+        """The table of items.parquet."""
+        return pq.read_table(self.folder / ITEMS).combine_chunks()
 
     @cached_property
     def names(self) -> ItemNames:

@@ -47,7 +47,8 @@ def choose_columns(
         raise DataError(f"{source.name}: --{next(iter(named))}: {source.format} has no columns")
     columns = choose_log_columns(source.sample, {}, has_time=False, source=source.name)
     place = Column(NESTED[2], "the index of an item in its user's list")
-    return LogColumns(user=columns.user, item=columns.item, time=place, event=None, value=None)
+    user, item = Column(columns.user.name, "whose list it is"), Column(NESTED[1], "in the list")
+    return LogColumns(user=user, item=item, time=place, event=None, value=None)
 
 
 def recognise_times(
@@ -61,9 +62,7 @@ def recognise_times(
     if time is None:
         return None
     if isinstance(source, NestedSource):
-        return TimeKind(
-            unit="s", words="places in lists, taken as seconds", is_guess=False, least_us=0
-        )
+        return TimeKind(unit="s", words="places in lists", is_guess=False, least_us=0)
     name = f"{source.name}: {time.name}"
     sample = source.sample
     array = joined([sample[one] for one in time.parts]) if time.parts else sample[time.name]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from npu_gr.dataset.columns import LogColumns
+from npu_gr.dataset.times import US_PER_S
 
 EXAMPLE_USERS = 3  # whose first events the summary shows
 EXAMPLE_EVENTS = 3
+MIN_DAYS = 20  # distinct times that are no months and days by chance
 
 
 def examples(con: Any, columns: LogColumns) -> list[dict[str, Any]]:
@@ -51,3 +53,12 @@ def lost_events(con: Any, columns: LogColumns) -> list[tuple[str, int, int]]:
         "HAVING count(*) FILTER (reason > 0) * 2 > count(*) ORDER BY ALL"
     ).fetchall()
     return found
+
+
+def month_days(con: Any) -> bool:
+    """Whether the seconds of a log are all months and days, such as 829 and 1111 (MMDD)."""
+    ((is_one, num_days),) = con.execute(
+        "SELECT bool_and(s // 100 BETWEEN 1 AND 12 AND s % 100 BETWEEN 1 AND 31), count(DISTINCT s)"
+        f" FROM (SELECT time_us // {US_PER_S} AS s FROM log WHERE reason = 0)"
+    ).fetchall()
+    return bool(is_one) and num_days >= MIN_DAYS

@@ -75,7 +75,7 @@ class LogFeature:
     def sql(self, column: str, kind: str) -> str:
         """Return the SQL that reads cells of a DuckDB type."""
         if self.cells == "comma":
-            return number_sql(f"replace(replace({column}, '.', ''), ',', '.')", kind)
+            return number_sql(column, kind, has_comma=True)
         if self.cells == "number":
             return number_sql(column, kind, has_booleans=True)
         if self.cells == "list" and is_list_type(kind):

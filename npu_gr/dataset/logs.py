@@ -33,16 +33,19 @@ from npu_gr.dataset.cells import (
 )
 from npu_gr.dataset.columns import (
     MAX_EVENT_TYPES,
+    CellKind,
     Column,
     choose_position,
     choose_title,
+    kind_of,
     unused_columns,
 )
 from npu_gr.dataset.files import NUM_PARTS
+from npu_gr.dataset.item_columns import candidates, with_feature_options
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import OnProgress
 from npu_gr.dataset.log_columns import choose_columns, recognise_times
-from npu_gr.dataset.log_features import log_features
+from npu_gr.dataset.log_features import LogFeature, log_features
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.dataset.rejects import (
     CODES,
@@ -56,6 +59,7 @@ from npu_gr.dataset.rejects import (
     Rejects,
 )
 from npu_gr.dataset.row_filter import NONE, parse
+from npu_gr.dataset.sources import NestedSource
 from npu_gr.dataset.table import SourceTable
 from npu_gr.dataset.time_parts import joined_sql
 from npu_gr.dataset.times import US_PER_S
@@ -69,11 +73,36 @@ Rows = Mapping[str, npt.NDArray[Any]]
 """Columns of some rows: user, item, time_us, action or value, and f0, f1, ... of features."""
 
 
+def joined_name_sql(
+    source: Source, cell: Mapping[str, str], names: Sequence[str], *, has_points: bool = True
+) -> str:
+    """Return the SQL of a name: the first of some columns that is set.
+
+    Args:
+        source: The log.
+        cell: SQL of the cells, by column.
+        names: The columns.
+        has_points: Whether a whole number may be written as 42.0.
+    """
+    sample = source.sample  # first: the kinds are known afterwards
+    texts = [
+        name_sql(cell[name], kind, with_point=has_points and has_point(sample[name]))
+        for name, kind in zip(names, source.kinds(names), strict=True)
+    ]
+    return f"coalesce({', '.join(texts)})" if len(texts) > 1 else texts[0]
+
+
 class Log:
     """Reads a log into DuckDB: its chosen columns, features and names."""
 
     def __init__(
-        self, source: Source, options: PrepareOptions, kinds: Mapping[str, str] | None = None
+        self,
+        source: Source,
+        options: PrepareOptions,
+        kinds: Mapping[str, str] | None = None,
+        *,
+        describes_items: bool = False,
+        decided: Sequence[str] | None = None,
     ) -> None:
         """Choose the columns, from the first rows.
 
@@ -81,9 +110,11 @@ class Log:
             source: The log.
             options: Settings that are otherwise guessed.
             kinds: Kinds of features by name, where a dataset has decided them.
+            describes_items: Whether to look for features of items among its columns.
+            decided: Names of these, where a dataset has decided them.
 
         Raises:
-            DataError: as `choose_log_columns` and `recognise`.
+            DataError: as `choose_log_columns`, `recognise` and `candidates`.
         """
         sample = source.sample
         self._source = source
@@ -119,6 +150,18 @@ class Log:
         titles = [self.title.name] if self.title is not None else []
         self._names = list(dict.fromkeys([*used, *titles]))
         self.unused = unused_columns(sample, self._names)
+        self.item_columns: tuple[LogFeature, ...] = ()
+        if describes_items and not isinstance(source, NestedSource):
+            chosen = options.features
+            if decided is not None:
+                chosen = tuple(name for name in decided if name in sample)
+            item = self.columns.item.name
+            self.item_columns = candidates(source, item, self.unused, chosen)
+        roles = self.columns.user.name, self.columns.item.name
+        self.unused = with_feature_options(
+            sample, self.unused, *roles, describes_items=describes_items
+        )
+        self._names += [one.name for one in self.item_columns]
         self.num_left_out = 0  # rows, by conditions
         self.item_key = b""  # of the items' ids; empty = they have none
         self._known_users: Any = None
@@ -155,7 +198,11 @@ class Log:
         table.load(show)
         self._give_codes("items", "item")
         names = self.item_names()
-        self.item_key = _new_key(con, names) if item_key is None else item_key
+        facts = (
+            f"SELECT item, min(time_us // {US_PER_S}), max(time_us // {US_PER_S}), min(user), "
+            "max(user) FROM log WHERE reason = 0 GROUP BY item ORDER BY item"
+        )
+        self.item_key = items_key(names, con, facts, item_key)
         known = set(known_items)
         every = [*known_items, *(name for name in names if name not in known)]
         if again := repeated(item_ids(every, self.item_key)):
@@ -307,13 +354,11 @@ class Log:
             ("item", columns.item),
             ("event", columns.event),
         ):
-            texts = []
-            for name in (column.parts or (column.name,)) if column is not None else ():
-                with_point = role != "event" and has_point(self._source.sample[name])
-                texts.append(name_sql(cell[name], kinds[name], with_point=with_point))
-                has_blanks.append(has_blanks_sql(cell[name], kinds[name]))
-            if texts:
-                found[role] = f"coalesce({', '.join(texts)})" if len(texts) > 1 else texts[0]
+            if column is None:
+                continue
+            names = column.parts or (column.name,)
+            found[role] = joined_name_sql(self._source, cell, names, has_points=role != "event")
+            has_blanks += [has_blanks_sql(cell[name], kinds[name]) for name in names]
         reasons += _name_reasons("user", RejectReason.LONG_USER, f"length(user) > {MAX_USER_CHARS}")
         reasons += _name_reasons("item", RejectReason.LONG_ITEM, f"strlen(item) > {MAX_NAME_BYTES}")
         # in a log without times, `sorted_rows` makes the time of the row number
@@ -334,12 +379,15 @@ class Log:
             reasons += _name_reasons("event", RejectReason.LONG_EVENT, long)
         elif columns.value is not None:
             name = columns.value.name
-            found["value"] = number_sql(cell[name], kinds[name])
+            has_comma = kind_of(self._source.sample[name]) is CellKind.COMMA
+            found["value"] = number_sql(cell[name], kinds[name], has_comma=has_comma)
             missing = is_missing_sql(cell[name], kinds[name])
             reasons.append(f"WHEN {missing} THEN {CODES[RejectReason.NO_VALUE]}")
             reasons.append(f"WHEN value IS NULL THEN {CODES[RejectReason.NO_NUMBER]}")
         for place, one in enumerate(self.features):
             found[f"f{place}"] = one.sql(cell[one.name], kinds[one.name])
+        for place, one in enumerate(self.item_columns):
+            found[f"g{place}"] = one.sql(cell[one.name], kinds[one.name])
         found["has_blanks"] = " OR ".join(has_blanks)
         if self.title is not None:
             text = name_sql(cell[self.title.name], kinds[self.title.name])
@@ -370,7 +418,7 @@ class Log:
             *(
                 name
                 for name in found
-                if name in ("event", "value", "title", "has_blanks", "position") or name[0] == "f"
+                if name in ("event", "value", "title", "has_blanks", "position") or name[0] in "fg"
             ),
         ]
         # the event of a rejected row says which types are lost
@@ -440,19 +488,25 @@ def _name_reasons(role: str, long: RejectReason, is_long: str) -> list[str]:
     return [*found, f"WHEN {is_long} THEN {CODES[long]}"]
 
 
-def _new_key(con: Any, names: Sequence[str]) -> bytes:
-    """Derive the key of the items' ids from the log; none is needed if all names are numbers.
+def items_key(names: Sequence[str], con: Any, facts: str, known: bytes | None) -> bytes:
+    """Return the key of the items' ids: an earlier one, else one derived from the log.
 
     One log always has the same key, so a dataset can be made again. Who knows only some of the
-    events cannot compute it.
+    events cannot compute it. Its facts do not depend on repeated rows or on the order of rows, so
+    the parts of a log can tell them (`merged.py`).
+
+    Args:
+        names: Names of the items; if all are numbers, no key is needed, and it is empty.
+        con: Connection of DuckDB.
+        facts: Query by item: name, first and last second, first and last user by name.
+        known: Key of an earlier dataset; None = there is none.
     """
+    if known is not None:
+        return known
     if not is_hashed(item_ids(names)).any():
         return b""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"npu_gr.key")
-    rows = con.execute(
-        "SELECT item, count(*), sum(time_us), min(user), max(user) FROM log WHERE reason = 0 "
-        "GROUP BY item ORDER BY item"
-    )
+    rows = con.execute(facts)
     while found := rows.fetchmany(BATCH_ROWS):
         digest.update(ascii(found).encode())
     return digest.digest()

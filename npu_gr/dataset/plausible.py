@@ -27,7 +27,7 @@ def findings(
     lost_events: Sequence[tuple[str, int, int]],
     busiest: tuple[str, int, int],
     *,
-    is_order: bool,
+    are_days: bool = False,
 ) -> Iterator[str]:
     """Yield warnings, each with the option that helps.
 
@@ -36,10 +36,11 @@ def findings(
         items: Names of the items.
         lost_events: Event types of which most rows were rejected: name, rejected rows, all rows.
         busiest: The user with the most rows: name, rows of the user, rows of all users.
-        is_order: Whether times are positions in an order.
+        are_days: Whether all of these look like a month and a day, such as 829 and 1111.
     """
     first, last = manifest["first_time"], manifest["last_time"]
     num_events, num_items = manifest["events"], manifest["items"]["with_events"]
+    is_order = manifest.get("is_order", False)  # times are positions
     if not is_order:
         if last > time.time() + 2 * _DAY_S:
             yield (
@@ -56,6 +57,12 @@ def findings(
                 f"WARNING: all events are within {(last - first) // 60 + 1} minutes; check the "
                 "unit of the times with --time-unit"
             )
+    if is_order and are_days:
+        yield (
+            f"WARNING: the times {first} to {last} look like a month and a day (MMDD) without a "
+            "year: events of one day have no order among each other, and a log that goes over the "
+            "end of a year is sorted wrongly; export full dates, or check the column with --time"
+        )
     for what, count in (("item", num_items), ("user", manifest["users"])):
         if num_events >= MIN_EVENTS and count > _MOST_OWN * num_events:
             yield (

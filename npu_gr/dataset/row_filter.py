@@ -3,7 +3,7 @@
     condition   COLUMN = VALUE, also with != < <= > >=, or COLUMN [not] in (VALUE, ...)
 
 A VALUE is compared as text without blanks around it, and as a number where both are numbers. A cell
-without a value meets no condition but `!=` and `not in`.
+without a value meets no condition but `!=` and `not in`, and `COLUMN = ''`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ _SHOWN = (
     r"|expose|曝光|展现|展示)\s*$"
 )
 _EVENTS = frozenset(NAMES["event"][0].split())
-_UNDONE = r"(?i)cancel|return|refund|reject|void|failed|storn|取消|退"
+# names of columns with the time at which a row was undone, letters and digits only
+_UNDONE_AT = re.compile(
+    r"(cancel+ed|refunded|returned|voided|deleted|storniert|retourniert)(at|on|date|time|am)"
+)
+_UNDONE = r"(?i)cancel|return|refund|reject|void|failed|storn|retour|rückg|annul|取消|退"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,10 @@ class Condition:
         text = f"trim({text_sql(cell, kind)}, E' \\t\\r\\n')"
         number = "CAST(NULL AS DOUBLE)" if is_list_type(kind) else number_sql(cell, kind)
         if self.operator in ("=", "!="):
-            is_one = [f"{text} = {literal(value)}" for value in self.values]
+            is_one = [
+                f"{text} = {literal(value)}" if value else f"coalesce({text}, '') = ''"
+                for value in self.values
+            ]
             numbers = (finite_number(value) for value in self.values)
             is_one += [f"{number} = {one!r}" for one in numbers if one is not None]
             if kind == "BOOLEAN":
@@ -125,7 +132,7 @@ def check_labels(
 
     Raises:
         DataError: A column is 0 or 1 and named like a click, an event type is that of items that
-            were shown, or a status has cancelled rows.
+            were shown, or a status or a time of cancelling has cancelled rows.
     """
     for name, array in columns.items():
         plain = re.sub(r"[\W_]", "", name.lower())
@@ -145,6 +152,13 @@ def check_labels(
                     f"{source}: {quoted(name)} has {', '.join(shown)}. Items that were shown are "
                     f"no behaviour: --positive '{name} not in ({', '.join(shown)})' keeps these "
                     f"rows as impressions. If every row is a behaviour, give --positive {NONE}"
+                )
+        if _UNDONE_AT.fullmatch(plain) and not has_drop and not _is_list(array):
+            texts = pc.utf8_trim_whitespace(pc.fill_null(as_text(array), ""))
+            if len(pc.unique(texts)) > 1 and "" in pc.unique(texts).to_pylist():
+                raise DataError(
+                    f'{source}: {quoted(name)} is set in some rows. Give --drop "{name} != '
+                    f"''\" to leave out these rows, or --drop {NONE} if every row is a behaviour"
                 )
         if plain.endswith(_STATES) and not has_drop and not _is_list(array):
             texts = pc.unique(pc.drop_null(as_text(array)))

@@ -71,7 +71,7 @@ class ItemTable:
 
     key: Column
     title: Column | None
-    source: SourceTable
+    source: SourceTable | None  # None = the rows are those of the log
     num_again: int = 0  # rows whose item has an earlier row
     rows: dict[str, int] = field(default_factory=dict)  # name -> index in the lists below
     titles: list[str] = field(default_factory=list)
@@ -86,6 +86,8 @@ class ItemTable:
             rejects: Receives the rows.
             key: Key of the items' ids.
         """
+        if self.source is None:
+            return
         of_log = set(logged)
         others = [name for name in self.rows if name not in of_log]
         again = repeated(item_ids([*logged, *others], key))
@@ -168,7 +170,7 @@ def read_items(
         for column_name, column in cells.items():
             column[at] = row[column_name]
     for name in others:
-        found = _feature(name, kinds[name], cells.pop(name), is_wanted=wanted is not None)
+        found = feature_of(name, kinds[name], cells.pop(name), is_wanted=wanted is not None)
         if isinstance(found, ItemColumn):
             table.features.append(found)
         elif wanted is not None:
@@ -319,7 +321,7 @@ def _rows(con: Any, view: str, columns: Sequence[str]) -> Iterator[tuple[str, di
             yield name, dict(zip(columns, row, strict=True))
 
 
-def _feature(name: str, kind: Cells, cells: list[Any], *, is_wanted: bool) -> ItemColumn | str:
+def feature_of(name: str, kind: Cells, cells: list[Any], *, is_wanted: bool) -> ItemColumn | str:
     """Make a feature of a column, or return the reason why not."""
     if kind in ("number", "comma"):
         numbers = [finite_number(cell, has_comma=kind == "comma") for cell in cells]

@@ -309,7 +309,9 @@ def _of_text(
     if kind == "lists":
         if scratch is None:
             raise DataError(f"{name}: lists of items are no side file")
-        return NestedSource(name, from_lists(paths, scratch / "lists"))
+        lists = NestedSource(name, from_lists(paths, scratch / "lists"))
+        lists.format = "a line for each user: the user, then the items, oldest first"
+        return lists
     if kind not in ("jsonl", "json"):
         delimited = DelimitedSource(name, paths, "\t" if kind in ("tsv", "atomic") else "", columns)
         if scratch is None or not (convert := found_in(delimited)):

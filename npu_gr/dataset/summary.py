@@ -24,10 +24,10 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
     yield f"{manifest['log']['name']}: {manifest['log']['format']}"
     for role, column in manifest["columns"].items():
         yield f"  {role:14} {quoted(column['name'])} ({column['why']})"
-    yield (
-        f"  {'times':14} {manifest['times']}, {_day(manifest['first_time'])} to "
-        f"{_day(manifest['last_time'])}"
-    )
+    are_places = manifest.get("is_order", False)
+    first, last = manifest["first_time"], manifest["last_time"]
+    span = f"{first:,} to {last:,}" if are_places else f"{_day(first)} to {_day(last)}"
+    yield f"  {'times':14} {manifest['times']}, {span}"
     actions = manifest["actions"]
     yield f"  {'actions':14} {', '.join(_actions(actions['names'], actions['events']))}"
     for feature in manifest["features"]:
@@ -50,7 +50,9 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
         hint = f"; {column['hint']}" if column["hint"] else ""
         yield f"  {'not used':14} {quoted(column['name'])} ({column['values']}){hint}"
     for example in manifest["examples"]:
-        yield f"  {'for example':14} {_example(example, has_time='time' in manifest['columns'])}"
+        has_time = "time" in manifest["columns"]
+        text = _example(example, has_time=has_time, are_places=are_places)
+        yield f"  {'for example':14} {text}"
     items = manifest["items"]
     counts = {"event": manifest["events"], "user": manifest["users"], "item": items["with_events"]}
     yield ", ".join(counted(count, what) for what, count in counts.items())
@@ -85,13 +87,14 @@ def _lines(manifest: Mapping[str, Any], out: Path) -> Iterator[str]:
     yield from manifest["notes"]
 
 
-def _example(example: Mapping[str, Any], *, has_time: bool) -> str:
+def _example(example: Mapping[str, Any], *, has_time: bool, are_places: bool) -> str:
     """Write the first events of a user in the order that models read."""
     day = ""
     parts = []
     for item, action, time_us in example["events"]:
         at = f"{datetime.fromtimestamp(time_us // 1_000_000, UTC):%Y-%m-%d %H:%M:%S}"
-        clock = at.removeprefix(day) if has_time else ""
+        clock = f"at {time_us // 1_000_000:,}" if are_places else at.removeprefix(day)
+        clock = clock if has_time else ""
         day = at[:11]
         parts.append(" ".join(filter(None, (action and cut(action, 24), cut(item, 24), clock))))
     return f"{cut(example['user'], 24)}: {', '.join(parts)}"

@@ -33,8 +33,8 @@ from npu_gr.dataset.rejects import CODES, RejectReason
 from npu_gr.dataset.time_formats import find_digits, find_format
 
 US_PER_S = 1_000_000
-_ORDER_S = 10_000_000  # smaller numbers are row numbers rather than seconds since 1970
-FIRST_US = _ORDER_S * US_PER_S
+ORDER_S = 10_000_000  # smaller numbers are row numbers rather than seconds since 1970
+FIRST_US = ORDER_S * US_PER_S
 LAST_US = 4_102_444_800 * US_PER_S  # 2100-01-01
 # microseconds per unit; negative: units per microsecond
 UNITS = {"s": US_PER_S, "ms": 1000, "us": 1, "ns": -1000}
@@ -116,7 +116,7 @@ class TimeKind:
             if self.is_guess and self.unit != SERIAL:
                 size = "abs(coalesce(CAST(time_whole AS DOUBLE), time_fraction))"
                 low, high = _range_of(self.unit)
-                is_other = f"{size} >= {_ORDER_S} AND NOT ({size} >= {low} AND {size} < {high})"
+                is_other = f"{size} >= {ORDER_S} AND NOT ({size} >= {low} AND {size} < {high})"
         codes = {reason.name: CODES[reason] for reason in RejectReason}
         reason = (
             f"CASE WHEN {is_other} THEN {codes['OTHER_UNIT']} WHEN time_missing THEN "
@@ -157,7 +157,7 @@ def recognise(array: Any, name: str, unit: str = "", pattern: str = "") -> TimeK
     )
     size = np.abs(pc.cast(numbers, pa.float64()).to_numpy(zero_copy_only=False))
     size = size[np.isfinite(size)]
-    is_order = bool(size.size) and size.max() < _ORDER_S
+    is_order = bool(size.size) and size.max() < ORDER_S
     least_us = 0 if is_order else FIRST_US
     if unit:
         words = f"{NAMES.get(unit, 'ISO 8601')}, as --time-unit says"
@@ -194,9 +194,7 @@ def recognise(array: Any, name: str, unit: str = "", pattern: str = "") -> TimeK
     unit = list(UNITS)[int(np.bincount(np.digitize(size, _LIMITS), minlength=4).argmax())]
     words = f"{NAMES[unit]} since 1970, by the size of the numbers"
     if is_order:
-        words = (
-            "small numbers: positions in an order rather than seconds since 1970, used as seconds"
-        )
+        words = "small numbers: positions in an order rather than seconds since 1970"
     return TimeKind(unit=unit, words=words, least_us=least_us)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,27 +165,25 @@ def write_private(table: Any, path: Path) -> None:
 def write_items(
     folder: Path,
     logged: Sequence[str],
-    table: ItemTable | None,
-    titles_of_log: Mapping[str, str],
+    table: ItemTable,
     key: bytes,
 ) -> ItemCounts:
     """Write the items of the log and of the items' file, by id.
 
     Args:
-        titles_of_log: Titles by name, which count where there is no items' file.
+        folder: Folder of the dataset.
+        logged: Names of the log's items.
+        table: Rows of the items' file, or what the log says of its items.
         key: Key of the items' ids.
 
     Raises:
         OSError: the file cannot be written.
     """
-    listed = table.rows if table else {}
+    listed = table.rows
     of_log = set(logged)
     names = [*logged, *(name for name in listed if name not in of_log)]
     rows = [listed.get(name) for name in names]
-    titles = [
-        titles_of_log.get(name, "") if table is None or row is None else table.titles[row]
-        for name, row in zip(names, rows, strict=True)
-    ]
+    titles = ["" if row is None else table.titles[row] for row in rows]
     ids = item_ids(names, key)
     by_id = np.argsort(ids).tolist()
     columns: dict[str, Any] = {
@@ -193,7 +191,7 @@ def write_items(
         "name": pa.array([names[place] for place in by_id], pa.string()),
         "title": pa.array([titles[place] for place in by_id], pa.string()),
     }
-    for feature in table.features if table else ():
+    for feature in table.features:
         cells = [[] if (row := rows[place]) is None else feature.cells[row] for place in by_id]
         if feature.kind == "many":
             columns[FEATURE + feature.column] = pa.array(cells, pa.list_(pa.string()))
@@ -211,7 +209,7 @@ def write_items(
         all=len(names),
         with_events=len(logged),
         with_title=sum(map(bool, titles)),
-        without_row=sum(row is None for row in rows) if table else 0,
+        without_row=sum(row is None for row in rows),
         without_events=len(names) - len(logged),
     )
 

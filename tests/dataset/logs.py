@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from npu_gr.dataset import Dataset
 
 
 class Event(NamedTuple):
@@ -84,3 +87,14 @@ WRITERS: dict[str, Callable[[Path, Sequence[Event]], Path]] = {
     "log.parquet": write_parquet,
     "log.inter": write_atomic,
 }
+
+
+def assert_same_events(one: Dataset, other: Dataset) -> None:
+    """Training reads the same events, names and features of both datasets."""
+    x, y = one.interactions(), other.interactions()
+    for name in ("users", "items", "values", "timestamps"):
+        assert np.array_equal(getattr(x, name), getattr(y, name)), name
+    assert (x.user_names, x.action_names) == (y.user_names, y.action_names)
+    assert [column.name for column in x.columns] == [column.name for column in y.columns]
+    for p, q in zip(x.columns, y.columns, strict=True):
+        assert np.array_equal(p.values, q.values, equal_nan=p.is_number), p.name

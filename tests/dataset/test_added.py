@@ -18,6 +18,7 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.names import item_id
 from npu_gr.dataset import PrepareOptions, add, prepare, read_dataset
 from npu_gr.dataset.summary import summary
+from tests.dataset.logs import assert_same_events
 
 HEADER = "user_id,item_id,timestamp,event_type,dwell,device,tags"
 START = 1_700_000_000
@@ -43,13 +44,7 @@ def write(path: Path, rows: Sequence[str], header: str = HEADER) -> Path:
 def assert_equal(one: Path, other: Path) -> None:
     """Both datasets mean the same to training, and have the same files of users and items."""
     a, b = read_dataset(one), read_dataset(other)
-    x, y = a.interactions(), b.interactions()
-    for name in ("users", "items", "values", "timestamps"):
-        assert np.array_equal(getattr(x, name), getattr(y, name)), name
-    assert (x.user_names, x.action_names) == (y.user_names, y.action_names)
-    assert [column.name for column in x.columns] == [column.name for column in y.columns]
-    for p, q in zip(x.columns, y.columns, strict=True):
-        assert np.array_equal(p.values, q.values, equal_nan=p.is_number), p.name
+    assert_same_events(a, b)
     for name in ("users.parquet", "items.parquet"):
         assert pq.read_table(one / name).equals(pq.read_table(other / name)), name
     for key in ("events", "users", "items", "actions", "first_time", "last_time", "features"):

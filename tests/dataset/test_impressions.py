@@ -66,6 +66,8 @@ def test_rows_that_are_no_behaviour_are_impressions(tmp_path: Path) -> None:
     assert log.impressions.of_events is not None
     assert log.impressions.of_events.tolist() == [0, 3]
     assert len(log) == 2
+    # models, popularity, neighbours and transitions are made of these items alone
+    assert set(log.items.tolist()) == {item_id("B", key)}
     assert read_dataset(tmp_path / "data").names.names(np.array([a])) == [a]  # no item of the log
     assert (manifest["impressions"], manifest["filtered"], manifest["rejected"]) == (3, 7, {})
     assert manifest["columns"]["position"]["name"] == "position"

@@ -116,6 +116,9 @@ def test_cancelled_orders_are_asked_about(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"--drop 'status in \(CANCELLED, RETURNED\)'"):
         made(tmp_path, text)
+    german = text.replace("CANCELLED", "storniert").replace("RETURNED", "retourniert")
+    with pytest.raises(DataError, match=r"--drop 'status in \(storniert, retourniert\)'"):
+        made(tmp_path, german)
     made(tmp_path, text, drop=("status in (CANCELLED, RETURNED)",))
     assert [item for _, item, *_ in events(tmp_path)] == ["A", "D"]
     made(tmp_path, text, where=("status = 'COMPLETED'",))
@@ -232,10 +235,48 @@ def test_every_column_is_accounted_for(tmp_path: Path) -> None:
     unused = {one["name"]: (one["values"], one["hint"]) for one in manifest["unused"]}
     assert unused == {
         "is_new": ("0, 1", "if 0 is shown and not clicked: --positive 'is_new=1'"),
-        "price": ("9.90, 8.5", ""),
+        "price": ("9.90, 8.5", "--features price makes it a feature of items"),
         "rating": ("N/A, 4", "its cells are text, not numbers; --value rating rejects the others"),
-        "color": ("red", ""),
+        "color": ("red", "--event-features color makes it a feature of events"),
     }
+
+
+def test_a_column_that_is_not_used_names_the_option_that_uses_it(tmp_path: Path) -> None:
+    head = "user_id,sku,ts,Waren Gruppe,surface,age,order,note,seen_at\n"
+    text = head + "".join(
+        f"u{at % 4},A{at % 5},{NINE + at},{'xy'[at % 5 % 2]},{'pq'[at // 7 % 2]},"
+        f"{20 + at % 4},{900 + at},,2024-03-01\n"
+        for at in range(40)
+    )
+
+    def hints(**options: Any) -> dict[str, str]:
+        return {one["name"]: one["hint"] for one in made(tmp_path, text, **options)["unused"]}
+
+    assert hints() == {
+        "Waren Gruppe": "--features 'Waren Gruppe' makes it a feature of items",
+        "surface": "--event-features surface makes it a feature of events",
+        "age": "in the file of --users it is a feature of users",
+        "order": "",
+        "note": "",
+        "seen_at": "",
+    }
+    followed = hints(features=("Waren Gruppe",), event_features=("surface",))
+    assert list(followed) == ["age", "order", "note", "seen_at"]
+    items = tmp_path / "items.csv"
+    items.write_text("sku,title\nA0,Lamp\n")
+    manifest = prepare(tmp_path / "log.csv", tmp_path / "out", items=items).manifest
+    assert manifest["unused"][0]["hint"] == "in the file of --items it is a feature of items"
+
+
+@pytest.mark.parametrize("point", [".", ","])
+def test_values_have_a_decimal_point_or_a_decimal_comma(tmp_path: Path, point: str) -> None:
+    cells = ["4,5", "3,0", "1.000,5", "5"] * 4
+    if point == ".":
+        cells = [cell.replace(".", "").replace(",", ".") for cell in cells]
+    rows = [f"u;i{at};{at};{cell}\n" for at, cell in enumerate(cells)]
+    manifest = made(tmp_path, "user_id;sku;ts;rating\n" + "".join(rows))
+    assert manifest["columns"]["value"]["name"] == "rating"
+    assert manifest["actions"]["names"] == ["3", "4.5", "5", "1000.5"]
 
 
 def test_implausible_times_and_names_are_warnings(tmp_path: Path) -> None:
@@ -306,3 +347,35 @@ def test_the_summary_shows_users_as_models_read_them(tmp_path: Path) -> None:
         in lines
     )
     assert "  for example    v: view A 2024-03-01 09:00:00" in lines
+
+
+def test_rows_with_a_time_of_cancelling_are_asked_about(tmp_path: Path) -> None:
+    text = f"user_id,sku,ts,Cancelled at\nu,A,{NINE},\nu,B,{NINE + 1},2024-03-02\nu,C,{NINE + 2},\n"
+    with pytest.raises(DataError, match=r"'Cancelled at' is set in some rows.*--drop \"Cancelled"):
+        made(tmp_path, text)
+    made(tmp_path, text, drop=("Cancelled at != ''",))
+    assert [item for _, item, *_ in events(tmp_path)] == ["A", "C"]
+    made(tmp_path, text, where=("Cancelled at != ''",))
+    assert [item for _, item, *_ in events(tmp_path)] == ["B"]
+    made(tmp_path, text, drop=("none",))
+    assert len(events(tmp_path)) == 3
+    made(tmp_path, text.replace("2024-03-02", ""))  # set in no row
+
+
+def test_months_and_days_without_a_year_are_a_warning(tmp_path: Path) -> None:
+    days = [100 * month + day for month in (8, 9, 10, 11) for day in range(1, 11)]
+
+    def notes(rows: list[int]) -> str:
+        text = "".join(f"u{at % 7},i{at % 5},{at}\n" for at in rows)
+        return " ".join(made(tmp_path, "user_id,item_id,time_stamp\n" + text)["notes"])
+
+    assert "801 to 1110 look like a month and a day (MMDD)" in notes(days)
+    assert "MMDD" not in notes([*days, 845])
+    assert "MMDD" not in notes(days[:5])
+
+
+def test_ratings_of_a_log_without_times(tmp_path: Path) -> None:
+    rows = '"1";"A";"0"\n"1";"B";"10"\n"2";"A";"7"\n'
+    manifest = made(tmp_path, '"User-ID";"ISBN";"Book-Rating"\n' + rows, has_time=False)
+    assert manifest["actions"]["names"] == ["0", "7", "10"]
+    assert (manifest["unused"], manifest["events"]) == ([], 3)
