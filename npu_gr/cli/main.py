@@ -13,6 +13,7 @@ import click
 
 from npu_gr import __version__
 from npu_gr.cli.data import erase_check, kafka_ingest, load, store
+from npu_gr.cli.delta import delta
 from npu_gr.cli.fleet import fleet
 from npu_gr.cli.keys import keys
 from npu_gr.cli.nightly import nightly
@@ -108,7 +109,7 @@ def main(log_level: str, **calling: str | None) -> None:
 
 
 for _command in (
-    *(demo, prepare, train, serve, nightly, load, evaluate),
+    *(demo, prepare, train, serve, nightly, delta, load, evaluate),
     *(check_config, config, keys, doctor, dashboards, calibrate, import_),
     *(route, fleet, kafka_ingest, store, erase_check, record, replay, simulate, build_ops),
 ):

@@ -9,7 +9,7 @@ import click
 
 from npu_gr.cli.data import load
 from npu_gr.cli.options import API_KEY, FILE, load_config, run_async, wide_console
-from npu_gr.cli.train import BELOW_BASELINE, NOT_LOADED, THREADS
+from npu_gr.cli.train import BELOW_BASELINE, NOT_LOADED, TENSORBOARD, THREADS
 from npu_gr.core.errors import NpuGrError
 
 
@@ -20,8 +20,12 @@ from npu_gr.core.errors import NpuGrError
 @click.option(
     "--undo", is_flag=True, help="Instead put the newest kept version back, and reload it."
 )
+@click.option(
+    "--anew", is_flag=True, help="Train from random weights, not on from the models in service."
+)
 @API_KEY
 @THREADS
+@TENSORBOARD
 @click.pass_context
 def nightly(
     context: click.Context,
@@ -29,8 +33,10 @@ def nightly(
     logs: tuple[str, ...],
     force: bool,
     undo: bool,
+    anew: bool,
     api_key: str | None,
     threads: int,
+    tensorboard: Path | None,
 ) -> None:
     """Add LOGS to the dataset of SITE, train its models again, and serve them if they are no worse.
 
@@ -40,9 +46,11 @@ def nightly(
     the new models are in place, 2 = failed, nothing changed, 3 = in place, but the instance did not
     reload or the events were not loaded, 4 = rejected, because they are worse.
     """
+    from npu_gr.dataset.files import read_dataset
     from npu_gr.tools.nightly import Worse, reload, restore
     from npu_gr.tools.nightly import nightly as work
     from npu_gr.train.site.configuration import SERVE
+    from npu_gr.train.site.loaded import not_loaded, note_loaded
 
     console = wide_console()
     data = None
@@ -50,7 +58,9 @@ def nightly(
         click.echo(f"{restore(site)} is in place again")
     else:
         try:
-            report = work(site, logs, threads, console, force=force)
+            report = work(
+                site, logs, threads, console, force=force, anew=anew, tensorboard=tensorboard
+            )
         except Worse as error:
             click.echo(f"{error}; the dataset has the new events", err=True)
             sys.exit(BELOW_BASELINE)
@@ -61,7 +71,14 @@ def nightly(
     try:
         run_async(lambda: reload(config.server, api_key, console))
         if data is not None:
-            context.invoke(load, config_path=site / SERVE, log=data, api_key=api_key)
+            event_files = read_dataset(data).event_files
+            files = not_loaded(site, config.history_store, event_files)
+            if files != []:
+                config_path = site / SERVE
+                context.invoke(
+                    load, config_path=config_path, log=data, api_key=api_key, files=files
+                )
+                note_loaded(site, config.history_store, event_files)
     except (NpuGrError, OSError, click.ClickException) as error:
         click.echo(
             f"the new models are in place, but not everything serves them: {error}", err=True

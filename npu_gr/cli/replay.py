@@ -90,6 +90,12 @@ def replay() -> None:
 @click.option("--slo-ms", default=50.0, show_default=True)
 @click.option("--bad-lines", default="fail", show_default=True, type=click.Choice(["fail", "skip"]))
 @click.option("--seed", default=0, show_default=True)
+@click.option(
+    "--checkpoint",
+    type=FILE,
+    help="Checkpoint of the ranker; needed to compare answers with the log's, or with a "
+    "recording, where items have names that are no numbers.",
+)
 @click.option("--out", type=FILE, help="Folder for report.json, report.html and answers.jsonl.gz.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of tables.")
 @API_KEY
@@ -140,6 +146,7 @@ def _options(given: dict[str, Any]) -> list[ReplayOptions]:
     """Make the options of each run from those of the command line."""
     from npu_gr.replay.plan import ReplayOptions
 
+    checkpoint = given.pop("checkpoint")
     speeds = given.pop("speeds")
     rates = given.pop("rates")
     lead_ms = given.pop("signal_lead_ms")
@@ -155,6 +162,7 @@ def _options(given: dict[str, Any]) -> list[ReplayOptions]:
         return None if ms is None else ms * 1e-3
 
     common = {
+        "item_key": b"" if checkpoint is None else _item_key(checkpoint),
         "timeout_s": given.pop("timeout_ms") * 1e-3,
         "slo_s": given.pop("slo_ms") * 1e-3,
         "signal_lead_s": seconds(lead_ms),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from npu_gr.cli.options import (
     run_async,
     wide_console,
 )
+from npu_gr.core.progress import in_words
 
 PORT = click.IntRange(1, 65535)
 
@@ -335,9 +337,11 @@ def demo(
         check_machine({f"--{name.replace('_', '-')}": port for name, port in ports.items()})
     console = wide_console()
     folder = folder.resolve() if is_monitored else folder
+    began_at = time.monotonic()
     made = make(folder, console, overrides, threads, is_quick=is_quick)
     if is_quick:
         run_async(lambda: run_quick(made, console))
+        click.echo(f"\nThe quick demo took {in_words(time.monotonic() - began_at)}.")
     elif is_monitored:
         run_async(lambda: monitor(made, console, **ports))
     else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from npu_gr.cli.data import load
-from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN, names_of, wide_console
+from npu_gr.cli.options import FILE, THREAD_COUNT, VALUE_COLUMN, load_config, names_of, wide_console
 from npu_gr.core.errors import ConfigError, NpuGrError
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ ITEM_FEATURES = click.option(
     help="Columns of --items to use, comma-separated.",
 )
 THREADS = click.option("--threads", default=2, show_default=True, type=THREAD_COUNT)
+
+TENSORBOARD = click.option(
+    "--tensorboard", type=FILE, help="Folder of tensorboard --logdir, for the curves of losses."
+)
 
 
 def _override(
@@ -103,21 +107,39 @@ def train() -> None:
 @click.option("--out", required=True, type=FILE, help="Folder for the models and serve.yaml.")
 @click.option("--preset", default="full", show_default=True, type=click.Choice(["full", "quick"]))
 @click.option(
+    "--like",
+    type=FILE,
+    metavar="SITE",
+    help="Site whose actions, tasks, features and levels of codes stay, so that its instance can "
+    "reload the new one.",
+)
+@click.option(
+    "--without",
+    multiple=True,
+    type=click.Choice(["generator", "vectors"]),
+    help="Do not train or serve this model, e.g. one that recommend was said not to use; "
+    "repeatable.",
+)
+@click.option(
     "--fail-below-baseline",
     is_flag=True,
     help="End with exit code 4 if recommend is not shown to be better than every baseline.",
 )
 @_override(_site_presets)
 @THREADS
+@TENSORBOARD
 @click.pass_context
 def train_all(
     context: click.Context,
     data: Path,
     out: Path,
     preset: str,
+    like: Path | None,
+    without: tuple[str, ...],
     fail_below_baseline: bool,
     overrides: tuple[str, ...],
     threads: int,
+    tensorboard: Path | None,
 ) -> None:
     """Train every model from DATA, a folder of npu-gr prepare, for npu-gr serve.
 
@@ -128,12 +150,28 @@ def train_all(
     not trained, 3 = trained, but not loaded, 4 = trained and loaded, but not shown to be better
     than every baseline (only with --fail-below-baseline).
     """
+    from npu_gr.dataset.files import read_dataset
     from npu_gr.tools.served_quality import served_hit_ratio
+    from npu_gr.train.distributed import reject_ranks
     from npu_gr.train.site.configuration import SERVE
+    from npu_gr.train.site.loaded import note_loaded
     from npu_gr.train.site.make import next_commands, train_site
 
+    reject_ranks("train all")
+    if without:
+        overrides += (f"without=[{', '.join(dict.fromkeys(without))}]",)
     try:
-        report = train_site(data, out, overrides, threads, wide_console(), preset, served_hit_ratio)
+        report = train_site(
+            data,
+            out,
+            overrides,
+            threads,
+            wide_console(),
+            preset,
+            served_hit_ratio,
+            like=like,
+            tensorboard=tensorboard,
+        )
     except KeyboardInterrupt:
         click.echo(
             "\ninterrupted: finished models are kept; repeat the command to continue. "
@@ -143,6 +181,7 @@ def train_all(
         raise
     try:
         context.invoke(load, config_path=out / SERVE, log=data)
+        note_loaded(out, load_config(out / SERVE, ()).history_store, read_dataset(data).event_files)
     except (NpuGrError, OSError, click.ClickException) as error:
         # two results: the models are in place, whatever became of the histories
         click.echo(next_commands(data, out))
@@ -201,10 +240,12 @@ def train_rank(
 
     from npu_gr.core.settings import override
     from npu_gr.train.data import build_log
+    from npu_gr.train.distributed import joined
     from npu_gr.train.generate.codes import read_codes
     from npu_gr.train.options import example, next_command, read_training_data
     from npu_gr.train.rank.train import RankerCodes, publish
     from npu_gr.train.rank.train import train_rank as work
+    from npu_gr.train.resume import NO_STATES, kept_states
     from npu_gr.train.steps import training_progress
 
     torch.set_num_threads(threads)
@@ -217,9 +258,18 @@ def train_rank(
     if codes is not None:
         read = read_codes(codes, log_of_items.item_ids, log_of_items.item_key)
         given = RankerCodes(read, read)
-    console = Console()
-    with training_progress(console) as show:
-        checkpoint, evaluation = work(data.interactions, data.features, options, show, codes=given)
+    with joined() as ranks:
+        console = Console(quiet=not ranks.is_first)
+        states = NO_STATES
+        if ranks.is_first:
+            states = kept_states(out, data.interactions, data.features, codes)
+        with training_progress(console) as show:
+            checkpoint, evaluation = work(
+                data.interactions, data.features, options, show, codes=given, states=states
+            )
+    if not ranks.is_first:
+        return
+    states.remove()
     console.print(evaluation.table())
     click.echo(evaluation.text())
     click.echo(f"wrote checkpoint {publish(checkpoint, data.names, out)} to {out}")
@@ -266,9 +316,11 @@ def train_generate(
 
     from npu_gr.core.settings import override
     from npu_gr.history_store.interactions import movielens_100k
+    from npu_gr.train.distributed import joined
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
     from npu_gr.train.generate.train import train_generator
     from npu_gr.train.options import read_training_data
+    from npu_gr.train.resume import NO_STATES, kept_states
     from npu_gr.train.steps import training_progress
 
     torch.set_num_threads(threads)
@@ -277,10 +329,19 @@ def train_generate(
     data = read_training_data(
         source, value_column=value_column, items=items, columns=list(item_features)
     )
-    prepare(out)
-    console = Console()
-    with training_progress(console) as show:
-        trained = train_generator(data.interactions, data.features, options, codes, show)
+    with joined() as ranks:
+        console = Console(quiet=not ranks.is_first)
+        states = NO_STATES
+        if ranks.is_first:
+            prepare(out)
+            states = kept_states(out, data.interactions, data.features, codes)
+        with training_progress(console) as show:
+            trained = train_generator(
+                data.interactions, data.features, options, codes, show, states=states
+            )
+    if not ranks.is_first:
+        return
+    states.remove()
     console.print(trained.report.table())
     click.echo(trained.report.text())
     data.names.save(out)
@@ -306,11 +367,13 @@ def train_retrieve(
     from rich.console import Console
 
     from npu_gr.core.settings import override
+    from npu_gr.train.distributed import reject_ranks
     from npu_gr.train.options import how_to_match, read_training_data
     from npu_gr.train.retrieve import RetrieveOptions, train_retriever
     from npu_gr.train.steps import training_progress
     from npu_gr.vector_search.vectors import save
 
+    reject_ranks("train retrieve")
     torch.set_num_threads(threads)
     options = override(RetrieveOptions(), overrides)
     data = read_training_data(log, value_column=value_column)
@@ -366,9 +429,11 @@ def train_match(
     import torch
     from rich.console import Console
 
+    from npu_gr.train.distributed import reject_ranks
     from npu_gr.train.match.domains import read_domains
     from npu_gr.train.match.joined import run_training
 
+    reject_ranks("train match")
     torch.set_num_threads(threads)
     if columns["tenant"] and columns["tenant_column"]:
         raise click.UsageError("--tenant and --tenant-column exclude each other")

@@ -218,12 +218,22 @@ def reference() -> str:
 
 
 def _processes() -> Iterator[str]:
-    of_instance = settings_of(KINDS["instance"][0])
+    of_instance = {
+        path: setting.section and setting.section.cls
+        for path, setting in settings_of(KINDS["instance"][0]).items()
+    }
+
+    def is_shared(path: str, settings: dict[str, Setting]) -> bool:
+        first = path.partition(".")[0]
+        section = settings[first].section
+        return first in of_instance and of_instance[first] == (section and section.cls)
+
     for kind, (title, about) in _PROCESSES.items():
+        every = settings_of(KINDS[kind][0])
         own = [
             setting
-            for path, setting in settings_of(KINDS[kind][0]).items()
-            if kind != "simulation" or path.partition(".")[0] not in of_instance
+            for path, setting in every.items()
+            if kind != "simulation" or not is_shared(path, every)
         ]
         words = notes(kind)
         yield f"## {title}\n\n{_wrapped(about)}\n"
@@ -301,8 +311,8 @@ def _cell(text: str) -> str:
 
 def _takes(kind: inspect.Type) -> str:
     unit = unit_of(kind)
-    said = " | ".join(f"`{one}`" for one in choices(kind))
-    said = said or (unit.noun if unit else expected(kind).removesuffix(" or null"))
+    said = " | ".join([*(f"`{one}`" for one in choices(kind)), *([unit.noun] if unit else [])])
+    said = said or expected(kind).removesuffix(" or null")
     return ", ".join(filter(None, [said, bounds(kind)]))
 
 

@@ -243,7 +243,7 @@ def heading(console: Console, step: int, what: str, num_steps: int = 5) -> None:
 
 
 async def replayed(prepared: PreparedDemo, url: str, limit: int | None, console: Console) -> Report:
-    """Replay the traffic; a pipe and a terminal get a line of progress every 20 s."""
+    """Replay the traffic; a pipe and a terminal get a line of progress every 10 s."""
     began_at = time.monotonic()
     with heartbeat(console.print) as progress:
 
@@ -363,7 +363,7 @@ async def show(url: str, log: Interactions, names: ItemNames, console: Console) 
     async with EvaluationClient(url) as client:
         for user in users.tolist():
             own = log[log.users == user]
-            body = recommend(log.user_names[user], timestamp=asked_at(log))
+            body = recommend(log.user_names[user], asked_at(log), fields=["title"])
             answer, _ = await client.post("/v1/recommend", body)
             console.print(_user_table(log.user_names[user], own, names, answer))
 

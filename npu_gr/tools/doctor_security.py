@@ -36,7 +36,7 @@ from npu_gr.service.config import Config, load
 # Names (without the section) of texts that are files or folders.
 _FILE = (
     "path|folder|(.*_)?file|certificate|key|ca|client_ca|checkpoint|catalogue|vectors|popular"
-    "|hstu_library|change_log"
+    "|hstu_library|change_log|deltas_from"
 )
 # The beginning of the line about a setting, where it is not the setting's name; None if it is used
 # only together with another one, whose line covers it.
@@ -65,9 +65,10 @@ LINES: dict[str, str | None] = {
         for name in ("host", "port", "admin_port", "agent_port")
     },
 }
-# texts that reach nothing by themselves: names, and what the line of `feature_store.entry` covers
+# texts that reach nothing by themselves: names, a key of values, and what the line of
+# `feature_store.entry` covers
 NO_WAY_IN = {
-    "feature_store.options",
+    *("feature_store.options", "kv_cache.pool_key"),
     *("calibration.version", "calibration.device"),
     *("recommend.rules.pin.item", "recommend.rules.diversity.by", "recommend.rules.cap.action"),
     *("discovery.instances.name", "instances_tls.server_name", "peer", "user_header"),
@@ -263,6 +264,7 @@ def examine_instance(config: Config) -> list[WayIn]:
         )
     found += _proxies(server.trusted_proxies)
     found += _store(config)
+    found += _pool(config)
     found += _recordings(config)
     if server.otlp_endpoint is not None:
         found += _call(
@@ -425,6 +427,22 @@ def _redis(url: SecretUrl) -> Iterator[WayIn]:
             Openness.OPEN,
             "all hosts that can connect, with no password",
             "set a password",
+        )
+
+
+def _pool(config: Config) -> Iterator[WayIn]:
+    url = config.kv_cache.pool
+    if url is None:
+        return
+    if all(map(is_loopback_name, host_names(url))):
+        yield WayIn(f"kv_cache.pool {url}", Openness.LOCAL, "in clear; carries prefixes of users")
+    else:
+        yield WayIn(
+            f"kv_cache.pool {url}",
+            Openness.OPEN,
+            "all hosts that reach the pool can read and erase prefixes"
+            + (", and change scores" if config.kv_cache.pool_key is None else ""),
+            "set kv_cache.pool_key, and keep the pool and its instances in a network of their own",
         )
 
 

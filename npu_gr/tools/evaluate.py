@@ -277,6 +277,8 @@ class EvaluationClient:
     async def post(self, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
         """Send a request; on 429 wait for Retry-After and send it again.
 
+        A recommend is answered in columns, which say how its items were found.
+
         Returns:
             The body of the answer, and the seconds that the answered attempt took.
 
@@ -284,6 +286,8 @@ class EvaluationClient:
             Unavailable: the status is not 200, or still 429 after `PATIENCE_S`.
         """
         headers = {"X-Request-Timeout-Ms": "10000"}
+        if path == RECOMMEND.path:
+            body = {"format": "columns", **body}
         give_up_at = time.perf_counter() + PATIENCE_S
         while True:
             began_at = time.perf_counter()

@@ -76,7 +76,7 @@ class EventConsumer:
             ConfigError: the model has no actions or lacks a configured feature, or the file of
                 dead letters cannot be written.
         """
-        self._consumer = consumer
+        self.consumer = consumer  # replaced when the group is joined again
         self._target = target
         self._config = config
         about, there = (
@@ -117,7 +117,7 @@ class EventConsumer:
             ConfigError: the service rejects the key.
         """
         while not stop.is_set():
-            batches = await self._consumer.getmany(timeout_ms=LINGER_MS, max_records=MOST)
+            batches = await self.consumer.getmany(timeout_ms=LINGER_MS, max_records=MOST)
             current = _Round([], [], Counter(), {})
             for partition, messages in batches.items():
                 for message in messages:
@@ -215,18 +215,18 @@ class EventConsumer:
         """Commit offsets; if that fails, the messages are read again and count as known."""
         from aiokafka.errors import KafkaError
 
-        mine = self._consumer.assignment()
+        mine = self.consumer.assignment()
         offsets = {partition: offset for partition, offset in read.items() if partition in mine}
         try:
             if offsets:
-                await self._consumer.commit(offsets)
+                await self.consumer.commit(offsets)
         except KafkaError as error:
             log.warning(
                 "committing offsets failed, so these messages will be read again: %s", error
             )
-        mine = self._consumer.assignment()  # may have changed by a rebalance
+        mine = self.consumer.assignment()  # may have changed by a rebalance
         for partition, offset in offsets.items():
-            if partition in mine and (end := self._consumer.highwater(partition)) is not None:
+            if partition in mine and (end := self.consumer.highwater(partition)) is not None:
                 self._lag.labels(partition.topic, str(partition.partition)).set(
                     max(0, end - offset)
                 )
@@ -254,10 +254,17 @@ async def consume(
         ConfigError: the configuration cannot be used, or the brokers or the service reject us.
     """
     try:
-        from aiokafka import AIOKafkaConsumer
-        from aiokafka.errors import KafkaError
+        from aiokafka import AIOKafkaConsumer, errors
     except ImportError as error:
         raise ConfigError("consume needs pip install 'npu_gr[kafka]'") from error
+    rejections = (
+        errors.AuthenticationFailedError,
+        errors.GroupAuthorizationFailedError,
+        errors.InvalidTopicError,
+        errors.TopicAuthorizationFailedError,
+        errors.UnsupportedSaslMechanismError,
+        errors.UnsupportedVersionError,
+    )
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -287,34 +294,49 @@ async def consume(
                 if await _stopped_within(stop, pause_s):
                     return dict.fromkeys(("written", "known", "dead"), 0)
                 pause_s = min(2 * pause_s, RETRY_MOST_S)
-        consumer = AIOKafkaConsumer(
-            *config.topics,
-            group_id=config.group,
-            enable_auto_commit=False,
-            auto_offset_reset="earliest",
-            isolation_level="read_committed",
-            max_poll_interval_ms=MOST_AWAY_MS,
-            **options,
-        )
-        events = EventConsumer(consumer, target, config)
+
+        def joined() -> AIOKafkaConsumer:
+            return AIOKafkaConsumer(
+                *config.topics,
+                group_id=config.group,
+                enable_auto_commit=False,
+                auto_offset_reset="earliest",
+                isolation_level="read_committed",
+                max_poll_interval_ms=MOST_AWAY_MS,
+                **options,
+            )
+
+        events = EventConsumer(joined(), target, config)
         try:
             if config.metrics_port is not None:
                 prometheus_client.start_http_server(
                     config.metrics_port, config.metrics_host, events.registry
                 )
-            stack.push_async_callback(consumer.stop)
-            await consumer.start()
-            log.info(
-                "consuming %s as %s into %s", ", ".join(config.topics), config.group, target.about
-            )
-            await _until_stopped(events, stop)
-        except KafkaError as error:
-            raise ConfigError(
-                f"kafka: {config.brokers}: {type(error).__name__}: {error}"
-            ) from error
         except OSError as error:
             where = f"{config.metrics_host}:{config.metrics_port}"
             raise ConfigError(f"--metrics-port: {where}: {error.strerror}") from error
+        has_begun = False
+        while True:
+            try:
+                await events.consumer.start()
+                names = ", ".join(config.topics)
+                log.info("consuming %s as %s into %s", names, config.group, target.about)
+                has_begun = True
+                await _until_stopped(events, stop)
+                break
+            except errors.KafkaError as error:
+                what = f"{config.brokers}: {type(error).__name__}: {error}"
+                is_away = isinstance(error, errors.KafkaConnectionError) and not has_begun
+                if is_away or isinstance(error, rejections):
+                    raise ConfigError(f"kafka: {what}") from error
+                # a rebalance that failed, or a broker that went: neither ends the work
+                log.warning("kafka: %s; joining the group again in %.1f s", what, pause_s)
+            finally:
+                await events.consumer.stop()
+            if await _stopped_within(stop, pause_s):
+                break
+            pause_s = min(2 * pause_s, RETRY_MOST_S)
+            events.consumer = joined()
     return {result: int(count._value.get()) for result, count in events.counts.items()}
 
 

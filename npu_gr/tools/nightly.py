@@ -2,7 +2,8 @@
 
     add       the new files to the dataset (`npu-gr prepare --add-to`); events that it has are not
               added again, so a repeated run changes nothing
-    train     the models, as the site was trained (`npu-gr train all`)
+    train     the models on, in fewer epochs, with the options of the site (`npu-gr train all`);
+              actions, tasks, features and codes keep their meaning
     compare   the evaluated models of the site with the new ones, over HTTP, by each user's last
               event in the new dataset, which neither has seen
     keep      the models in service as a version, then move the new ones into place
@@ -37,6 +38,7 @@ from npu_gr.train.data import to_train_on
 from npu_gr.train.metrics import Difference, difference_of_users, hit_ratio, ndcg_of_each
 from npu_gr.train.site.configuration import EVALUATED_CONFIG, SERVE
 from npu_gr.train.site.folder import REPORT, SiteFolder, digest
+from npu_gr.train.site.like import OldSite
 from npu_gr.train.site.make import POPULAR, README, TrainedSite, train_site
 from npu_gr.train.site.parts import PARTS
 from npu_gr.train.site.report import SiteReport
@@ -57,7 +59,14 @@ class Worse(DataError):
 
 
 def nightly(
-    site: Path, logs: Sequence[str], num_threads: int, console: Console, *, force: bool = False
+    site: Path,
+    logs: Sequence[str],
+    num_threads: int,
+    console: Console,
+    *,
+    force: bool = False,
+    anew: bool = False,
+    tensorboard: Path | None = None,
 ) -> SiteReport:
     """Add new logs to a site's dataset, train its models again, and put them in place.
 
@@ -67,6 +76,8 @@ def nightly(
         num_threads: Threads of all trainings together.
         console: Terminal for progress and figures.
         force: Put the new models in place even if they are worse.
+        anew: Train from random weights, not on from the models in service.
+        tensorboard: Folder for TensorBoard, which gets the curves of the trainings.
 
     Raises:
         Worse: the new models are significantly worse; the site stays, the dataset is extended.
@@ -74,7 +85,7 @@ def nightly(
         DataError: a log or the dataset cannot be read; nothing changed.
     """
     with _one_at_a_time(site):
-        served = _report(site)
+        served = OldSite.read(site).report
         for log in logs:
             found = add(log, served.dataset).manifest
             console.print(f"{log}: added, the dataset has {found['events']:,} events")
@@ -91,7 +102,17 @@ def nightly(
 
         data = Path(served.dataset)
         chosen = (served.overrides, num_threads, console, served.preset)
-        return train_site(data, _as_made(site, served), *chosen, served_hit_ratio, accept)
+        made = _as_made(site, served)
+        return train_site(
+            data,
+            made,
+            *chosen,
+            served_hit_ratio,
+            accept,
+            like=site,
+            trains_on=not anew,
+            tensorboard=tensorboard,
+        )
 
 
 def compared(candidate: TrainedSite) -> tuple[Difference | None, str]:
@@ -131,7 +152,7 @@ def keep(site: Path) -> Path:
 
     Files are linked, not copied, so a version costs no disk until the site changes.
     """
-    stamp = _report(site).made_at[:19].replace(":", "")
+    stamp = OldSite.read(site).report.made_at[:19].replace(":", "")
     place = site / VERSIONS / stamp
     if not place.exists():
         unfinished = site / VERSIONS / ".unfinished"
@@ -163,7 +184,7 @@ def restore(site: Path) -> Path:
             raise ConfigError(f"{site / VERSIONS}: no version is kept")
         for name in PARTS:
             folder.discard(name)
-        written = _report(site).written.get(SERVE)
+        written = OldSite.read(site).report.written.get(SERVE)
         is_changed = digest((site / SERVE).read_text()) != written
         _link(kept[0], folder.staged)
         folder.put_in_place([name for name in FILES if name != SERVE or not is_changed])
@@ -198,17 +219,12 @@ async def reload(server: ServerConfig, api_key: str | None, console: Console) ->
                 return False
             except (aiohttp.ClientError, TimeoutError) as error:
                 raise Unavailable(f"{base}{path}: {error!r}") from error
+            if status == 404 and path != RELOADS[0]:
+                continue  # this site has no generator, or no vectors
             if status != 200:
                 raise Unavailable(f"{base}{path} answered {status}: {text}")
     console.print(f"{base} serves the new models")
     return True
-
-
-def _report(site: Path) -> SiteReport:
-    report = SiteFolder(site).report()
-    if report is None:
-        raise ConfigError(f"{site}: no site of `npu-gr train all`")
-    return report
 
 
 def _as_made(site: Path, report: SiteReport) -> Path:

@@ -12,6 +12,7 @@ matter, and recommendations come over HTTP from an instance in a process of its 
 from __future__ import annotations
 
 import http.client
+import os
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 STOP_TIMEOUT_S = 30.0
 LOG = "service.log"
+_FORCING = ("FORCE_COLOR", "CLICOLOR_FORCE")
 
 
 def train(
@@ -200,7 +202,7 @@ class Site:
 
 
 def _say(text: str) -> None:
-    Console().print(text, soft_wrap=True, markup=False, highlight=False)
+    Console(force_jupyter=False).print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -235,8 +237,10 @@ def _run(words: Sequence[str]) -> None:
         code, last = subprocess.call(command), "see above"  # noqa: S603  our own
     else:
         last = ""
+        # a notebook sets these, and then a pipe gets every frame of every bar
+        env = {name: text for name, text in os.environ.items() if name not in _FORCING}
         with subprocess.Popen(  # noqa: S603  our own
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
         ) as process:
             assert process.stdout is not None
             try:

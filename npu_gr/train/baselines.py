@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from npu_gr.train.data import InteractionLog, Split
 from npu_gr.train.evaluate import Evaluator, Graph, HeldOut, unique_edges
 from npu_gr.train.linear import (
     Candidate,
-    ItemKNN,
     LinearModel,
     PureSVD,
     Tuned,
@@ -251,22 +249,10 @@ VALIDATION_USERS = 1000  # most users of the validation
 MAX_EDGES = 2_000_000  # linear models are skipped above it: tuning one would take minutes
 ITEM_EXPONENTS = (0.0, 0.5)  # PureSVD's item exponents
 NUM_VALUES = (16, 32, 64)  # PureSVD's numbers of singular values
+ITEM_KNN = "ItemKNN"
 
 # graph, number of scored items (the first ones) -> candidates
 Models = Callable[[Graph, int], Iterator[Candidate[LinearModel]]]
-
-
-class FittedBaselines(NamedTuple):
-    """The next-item baselines of one log."""
-
-    fitted: list[Baseline]
-    skipped: tuple[str, ...]  # a sentence for each baseline that was skipped
-
-    @property
-    def item_knn(self) -> LinearBaseline | None:
-        """ItemKNN; None = it was skipped."""
-        linear = (one for one in self.fitted if isinstance(one, LinearBaseline))
-        return next((one for one in linear if isinstance(one.tuned.model, ItemKNN)), None)
 
 
 @dataclass(slots=True, eq=False)
@@ -294,13 +280,13 @@ class LinearBaseline:
         return scores
 
 
-def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselines:
-    """Fit the next-item baselines to the trained events.
+def fit_baselines(log: InteractionLog, split: Split, seed: int) -> Iterator[Baseline]:
+    """Fit the next-item baselines to the trained events, one after the other.
 
     These are popularity, Markov counts, the user's own recency and frequency, decayed transitions,
-    ItemKNN, EASE and PureSVD. To choose
-    the settings of the last three, the trained events are split again. The settings with the best
-    smooth HIT win: on unseen items, or on all items if most next items are repeats.
+    ItemKNN, EASE and PureSVD, less those of `skipped_baselines`. To choose the settings of the last
+    three, the trained events are split again. The settings with the best smooth HIT win: on unseen
+    items, or on all items if most next items are repeats.
 
     Args:
         log: The log, split into trained and tested events.
@@ -308,23 +294,29 @@ def fit_baselines(log: InteractionLog, split: Split, seed: int) -> FittedBaselin
         seed: Seed of the validation users' sample.
     """
     markov = Markov(log)
-    fitted: list[Baseline] = [Popularity(log), markov, OwnHistory(markov), DecayedTransitions(log)]
+    yield from (Popularity(log), markov, OwnHistory(markov), DecayedTransitions(log))
     graph = graph_of(log)
     if len(graph.users) > MAX_EDGES:
-        words = (
-            f"ItemKNN, EASE and PureSVD are skipped: the log has {len(graph.users)} pairs of user "
-            f"and item, and the limit is {MAX_EDGES}"
-        )
-        return FittedBaselines(fitted, (words,))
-    too_large = ease_is_too_large(graph)
-    kinds: dict[str, Models] = {"ItemKNN": item_knns, "EASE": eases, "PureSVD": _svds}
-    if too_large is not None:
+        return
+    kinds: dict[str, Models] = {ITEM_KNN: item_knns, "EASE": eases, "PureSVD": _svds}
+    if ease_is_too_large(graph) is not None:
         del kinds["EASE"]
     earlier, evaluator = _validation(log, split, seed)
     for name, models in kinds.items():
         chosen = tune(models(earlier, earlier.num_items), earlier.degrees()[1], evaluator)
-        fitted.append(LinearBaseline(name, chosen, models, evaluator.held_out.users).refitted(log))
-    return FittedBaselines(fitted, () if too_large is None else (too_large,))
+        yield LinearBaseline(name, chosen, models, evaluator.held_out.users).refitted(log)
+
+
+def skipped_baselines(log: InteractionLog) -> tuple[str, ...]:
+    """Say which baselines `fit_baselines` skips, and why, a sentence for each reason."""
+    graph = graph_of(log)
+    if len(graph.users) > MAX_EDGES:
+        return (
+            f"ItemKNN, EASE and PureSVD are skipped: the log has {len(graph.users)} pairs of user "
+            f"and item, and the limit is {MAX_EDGES}",
+        )
+    too_large = ease_is_too_large(graph)
+    return () if too_large is None else (too_large,)
 
 
 def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Evaluator]:

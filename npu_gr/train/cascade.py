@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 import numpy.typing as npt
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.request import OrderName, SourceName
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.train.metrics import (
@@ -335,8 +336,31 @@ class NextEventCase:
         }
 
 
-def next_events(
+def drawn_users(
     log: Interactions, known: npt.NDArray[np.bool_], num_users: int | None = None
+) -> I64:
+    """List users who have known and later events, ascending rows.
+
+    Args:
+        log: n events.
+        known: bool [n] the events that the models may have seen.
+        num_users: Most users, drawn at random (seed 0); None = all.
+    """
+    counts, num_known = (
+        np.bincount(of, minlength=len(log.user_names)) for of in (log.users, log.users[known])
+    )
+    users = np.flatnonzero((num_known > 0) & (num_known < counts))
+    if num_users is None or num_users >= len(users):
+        return users
+    return np.sort(np.random.default_rng(0).choice(users, num_users, replace=False))
+
+
+def next_events(
+    log: Interactions,
+    known: npt.NDArray[np.bool_],
+    num_users: int | None = None,
+    *,
+    users: I64 | None = None,
 ) -> list[NextEventCase]:
     """List the first event after the known ones, of each user who has known and later events.
 
@@ -344,14 +368,14 @@ def next_events(
         log: n events.
         known: bool [n] the events that the models may have seen.
         num_users: Most cases, drawn at random (seed 0); None = all.
+        users: Rows of the users instead, as `drawn_users` lists them.
     """
+    if users is None:
+        users = drawn_users(log, known, num_users)
     order = np.argsort(log.users, kind="stable")
     counts = np.bincount(log.users, minlength=len(log.user_names))
     num_known = np.bincount(log.users[known], minlength=len(log.user_names))
     starts = np.cumsum(counts) - counts
-    users = np.flatnonzero((num_known > 0) & (num_known < counts))
-    if num_users is not None and num_users < len(users):
-        users = np.sort(np.random.default_rng(0).choice(users, num_users, replace=False))
     cases = []
     for user in users.tolist():
         own = order[starts[user] : starts[user] + num_known[user] + 1]

@@ -31,6 +31,7 @@ from torch import Tensor
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.names import value_name
+from npu_gr.dataset.times import ORDER_S
 from npu_gr.history_store.interactions import (
     FeatureColumn,
     Impressions,
@@ -148,6 +149,11 @@ class InteractionLog:
         first_tested = self.starts[:-1] + self.num_trained
         has_both = (self.num_trained > 0) & (first_tested < self.starts[1:])
         return [NextItem(int(user), int(first_tested[user])) for user in np.flatnonzero(has_both)]
+
+    @property
+    def has_times(self) -> bool:
+        """Whether the times are seconds; else they are row numbers, or places in a user's list."""
+        return len(self.times) > 0 and int(self.times.max()) >= ORDER_S
 
     @property
     def has_repeats(self) -> bool:

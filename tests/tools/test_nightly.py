@@ -89,6 +89,17 @@ def test_a_new_day_is_added_trained_on_and_compared_by_the_same_users(
     assert len(nightly.versions(site)) == 1
 
 
+def test_a_site_without_a_generator_is_trained_without_it_every_night(
+    tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch, trainings: Trainings
+) -> None:
+    answering(monkeypatch, 0.5, 0.5)
+    make.train_site(site / "data", site, ("without=[generator]",), 2, QUIET, "quick")
+    trainings.trained.clear()
+    report = nightly.nightly(site, [next_day(tmp_path)], 2, QUIET)
+    assert trainings.trained == ["ranker", "vectors"] == list(report.parts)
+    assert report.overrides == ("without=[generator]",)
+
+
 def test_the_paths_of_a_running_instance_stay_however_the_site_is_named(
     tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +225,10 @@ async def test_a_running_instance_reloads_everything_and_its_refusal_is_told(
         config = ServerConfig(admin_host="127.0.0.1", admin_port=server.port or 0)
         assert await nightly.reload(config, "key", QUIET)
         assert called == [nightly.RELOADS[0], *[nightly.RELOADS[1]] * 2, nightly.RELOADS[2]]
+        statuses["/v1/catalog/reload"] = [404]  # a site without a generator
+        called.clear()
+        assert await nightly.reload(config, "key", QUIET)
+        assert called == list(nightly.RELOADS)
         statuses["/v1/models/reload"] = [422]
         with pytest.raises(Unavailable, match="/v1/models/reload answered 422"):
             await nightly.reload(config, "key", QUIET)

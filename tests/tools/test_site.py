@@ -7,20 +7,24 @@ import datetime
 import http.client
 import json
 import random
+import shlex
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.kinds import KINDS
+from npu_gr.train.site import make
 from npu_gr.train.site.folder import NEW_ITEM
+from npu_gr.train.site.side_by_side import Training
 from tests.cli.test_main import free_port, is_ready
 from tests.cli.test_processes import until
 
@@ -104,6 +108,13 @@ def recbole_with_asins(folder: Path) -> tuple[Path, Path]:
     return log, items
 
 
+def one_after_the_other(jobs: Sequence[Training[Any]], _: int, __: Any, done: Any) -> None:
+    """Train without the start of processes."""
+    torch.set_num_threads(1)
+    for job in jobs:
+        done(job.name, job.work(lambda _: None))
+
+
 def command(*arguments: object) -> str:
     done = CliRunner().invoke(main, ["--log-level", "WARNING", *map(str, arguments)])
     assert done.exit_code == 0, (done.output, done.exception)
@@ -111,12 +122,12 @@ def command(*arguments: object) -> str:
 
 
 @contextmanager
-def served(site: Path) -> Iterator[int]:
-    """Run `npu-gr serve --config site/serve.yaml`; yields the port."""
-    port = free_port()
+def served(site: Path) -> Iterator[tuple[int, int]]:
+    """Run `npu-gr serve --config site/serve.yaml`; yields the port and the admin port."""
+    port, admin_port = free_port(), free_port()
     settings = [
         f"server.port={port}",
-        f"server.admin_port={free_port()}",
+        f"server.admin_port={admin_port}",
         "server.drain_grace_s=0.1",
     ]
     settings += [
@@ -133,7 +144,7 @@ def served(site: Path) -> Iterator[int]:
         try:
             until(lambda: is_ready(port) or process.poll() is not None)
             assert process.poll() is None, (site / "log").read_text()
-            yield port
+            yield port, admin_port
             process.terminate()
             assert process.wait(30) == 0
         finally:
@@ -163,40 +174,60 @@ def curls(readme: str) -> list[tuple[str, dict[str, Any]]]:
     ).stdout
     calls = [call.split("\0") for call in words.split("\0\0\0") if call]
     return [
-        (call[1].removeprefix("localhost:8080"), json.loads(call[call.index("-d") + 1]))
+        (call[1].removeprefix("localhost:"), json.loads(call[call.index("-d") + 1]))
         for call in calls
     ]
 
 
-def check_answers(site: Path, titles: set[str]) -> None:
+def said_call(log: str) -> tuple[str, dict[str, Any]]:
+    """The address and the body of the call that `serve` says at the end of its start."""
+    words = shlex.split(log.split(" try: ")[1].splitlines()[0])
+    assert words[:2] == ["curl", "-s"]
+    return words[2], json.loads(words[words.index("-d") + 1])
+
+
+def check_answers(site: Path, titles: set[str], *, has_features: bool) -> None:
     calls = curls((site / "README.md").read_text())
-    assert [path for path, _ in calls] == ["/v1/recommend"] * 2 + ["/v1/events"] + [
-        "/v1/recommend"
-    ] * 2
-    with served(site) as port:
-        found = [post(port, path, body) for path, body in calls]
+    # where items have features, an item is added by them, and withdrawn
+    changes = [path for path, _ in calls if path.startswith("8081/")]
+    assert changes in ([], ["8081/v1/catalog/items"] * 2)
+    assert bool(changes) == has_features
+    assert [path.removeprefix("8080/v1/") for path, _ in calls if path not in changes] == [
+        *("recommend", "recommend", "events", "recommend", "recommend")
+    ]
+    with served(site) as (port, admin_port):
+        ports = {"8080": port, "8081": admin_port}
+        found = [post(ports[path[:4]], path.removeprefix(path[:4]), body) for path, body in calls]
+        until(lambda: " try: " in (site / "log").read_text())
+        url, body = said_call((site / "log").read_text())
+        assert url == f"http://127.0.0.1:{port}/v1/recommend"
+        status, answer = post(port, "/v1/recommend", body)
+        assert (status, len(answer["items"])) == (200, 5)
     assert [status for status, _ in found] == [200] * len(calls), found
-    known, cold, told, cold_again, new_item = (body for _, body in found)
+    known, cold, told, cold_again, new_item = (body for _, body in found[:5])
+    assert [body["num_items"] - NUM_ITEMS for _, body in found[5:]] == [1, 0][: len(changes)]
     for answer in (known, cold, cold_again, new_item):
-        assert len(answer["items"]) == len(set(answer["items"])) == 5
-        assert all(isinstance(item, str) for item in answer["items"])
-        assert set(answer["titles"]) <= titles
-    assert known["history"]["source"] == "store"
-    assert known["history"]["num_tokens"] > 5
-    assert set(cold["origins"]) <= {"shared_encoder", "popular", "match"}
+        items = [one["item"] for one in answer["items"]]
+        assert len(items) == len(set(items)) == 5
+        assert all(isinstance(item, str) for item in items)
+        assert {one["title"] for one in answer["items"]} <= titles
     assert told["num_events"] == 1
-    assert cold_again["history"]["num_tokens"] == 1
-    assert calls[-1][1]["history"]["items"][-1] == NEW_ITEM
-    assert new_item["history"]["unknown_items"] == 1
-    assert new_item["history"]["num_tokens"] == 3
+    assert calls[4][1]["history"]["items"][-1] == NEW_ITEM
+    history = new_item["explain"]["history"]
+    assert (history["unknown_items"], history["num_tokens"]) == (1, 3)
 
 
 @pytest.mark.parametrize("make_log", [company_csv, recbole_with_asins])
-def test_three_commands_from_a_log_to_recommendations(tmp_path: Path, make_log: Any) -> None:
+def test_three_commands_from_a_log_to_recommendations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_log: Any
+) -> None:
     log, items = make_log(tmp_path)
     site = tmp_path / "site"
     command("prepare", log, "--items", items, "--out", site / "data")
     tiny = [word for option in TINY for word in ("--set", option)]
+    if make_log is not company_csv:  # the ranker alone, in this process
+        tiny = ["--without", "generator", "--without", "vectors", *tiny]
+        monkeypatch.setattr(make, "side_by_side", one_after_the_other)
     said = command("train", "all", site / "data", "--out", site, *tiny)
     assert f"npu-gr serve --config {site / 'serve.yaml'}" in said
     if make_log is company_csv:
@@ -207,4 +238,4 @@ def test_three_commands_from_a_log_to_recommendations(tmp_path: Path, make_log: 
         titles = {
             row[1] for row in csv.reader(file, delimiter="\t" if items.suffix == ".item" else ",")
         }
-    check_answers(site, titles)
+    check_answers(site, titles, has_features=make_log is company_csv)

@@ -8,7 +8,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from npu_gr.train.metrics import auc, auc_terms, calibration_error, hit_ratio, ndcg, rank_of
+from npu_gr.train.metrics import (
+    auc,
+    auc_terms,
+    calibration_error,
+    hit_ratio,
+    mean_reciprocal_rank,
+    ndcg,
+    rank_of,
+)
 
 SCORES = st.lists(
     st.tuples(st.sampled_from([-1.0, 0.0, 0.5, 0.5, 2.0]), st.booleans()), min_size=1, max_size=25
@@ -33,6 +41,7 @@ def test_hits_and_gains_stop_at_k() -> None:
     ranks = np.array([0.0, 9.0, 10.0, 200.0])
     assert hit_ratio(ranks, 10) == 0.5
     assert math.isclose(ndcg(ranks, 10), (1 + 1 / math.log2(11)) / 4)
+    assert math.isclose(mean_reciprocal_rank(ranks), (1 + 1 / 10 + 1 / 11 + 1 / 201) / 4)
 
 
 @given(SCORES)

@@ -114,6 +114,10 @@ class CodeLoss:
         rows = encode(model, sequence[:, :-1], dropout_ratio)
         return cross_entropy(next_logits(model, rows[counts]), sequence[:, 1:][counts])
 
+    def num_terms(self, batch: Batch) -> int:
+        """Count the codes that the loss is the mean of."""
+        return int(batch.valid.sum()) * self._tokens.shape[1] - len(batch.valid)
+
 
 class SiblingLoss:
     """The loss of a decoder over nodes: cross-entropy of each node over its siblings."""

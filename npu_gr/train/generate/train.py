@@ -44,7 +44,6 @@ from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
-from npu_gr.train.baselines import fit_baselines
 from npu_gr.train.data import (
     Augmentation,
     Batch,
@@ -55,17 +54,21 @@ from npu_gr.train.data import (
     build_log,
     windows,
 )
+from npu_gr.train.distributed import num_events
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
-from npu_gr.train.generate.nodes import CodeLoss, NodeDecoder, SiblingLoss, nodes_of, start
+from npu_gr.train.generate.nodes import CodeLoss, NodeDecoder, SiblingLoss, nodes_of
+from npu_gr.train.generate.nodes import start as start_at_random
+from npu_gr.train.generate.warm import GeneratorStarts, KnownItems, kept_codes
 from npu_gr.train.metrics import F64, known
 from npu_gr.train.next_item import (
     NextItemRanks,
     RetrievalFigures,
     RetrievalReport,
-    baseline_figures,
     sample_targets,
 )
 from npu_gr.train.options import DropoutRatio, Share, Weight
+from npu_gr.train.resume import NO_STATES, TrainingStates
+from npu_gr.train.shared_baselines import RankBaselines, rank_baselines
 from npu_gr.train.steps import BestEpoch, EpochTrainer, StepOptions, TrainingProgress
 
 SPLIT: Split = "leave-one-out"
@@ -179,6 +182,9 @@ def train_generator(
     codes_path: Path | None = None,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
     evaluated: Callable[[TrainedGenerator], None] = lambda _: None,
+    states: TrainingStates = NO_STATES,
+    start: GeneratorStarts | None = None,
+    rank: RankBaselines = rank_baselines,
 ) -> TrainedGenerator:
     """Make item codes, train a decoder over them, compare it with the baselines, and refit it.
 
@@ -189,6 +195,10 @@ def train_generator(
         codes_path: File of ready-made codes; None = make codes by `code_count`.
         progress: Callback after every training step and every user of the test, in this thread.
         evaluated: Callback with the evaluated generator, before the refit.
+        states: Where the state of the trainings is kept.
+        start: Earlier generators to train on, whose items keep their codes; None = train from
+            random weights.
+        rank: Ranks the test users' next items by the baselines.
 
     Raises:
         DataError: the log is too small, the codes do not fit it, or the loss is not finite.
@@ -196,62 +206,91 @@ def train_generator(
     """
     log = build_log(interactions, features, SPLIT)
     trained = log.only_trained(SPLIT)
-    codes = _codes(trained, features, options, codes_path)
+    codes = _codes(trained, features, options, codes_path, start and start.evaluated.items)
     evaluate = GeneratorEvaluator(codes, log.item_ids, options.history_items, options.beam_width)
     validated = sample_targets(trained.next_items(), options.validation_users, options.seed)
-    validations: list[RetrievalFigures] = []
+    validations: list[dict[str, Any]] = []
 
     def score(decoder: Decoder) -> float:
-        validations.append(evaluate.evaluate(decoder, trained, validated))
-        return validations[-1].ndcg_at_10
+        figures = evaluate.evaluate(decoder, trained, validated)
+        validations.append(known(asdict(figures)))
+        return figures.ndcg_at_10
 
-    model, epochs = _fit(trained, codes, options, "generator: train", progress, score)
-    validation = max(validations, key=lambda figures: figures.ndcg_at_10)
+    stage = "generator: train"
+    model, epochs = _fit(
+        trained,
+        codes,
+        options,
+        stage,
+        progress,
+        states,
+        start and start.evaluated.decoder,
+        score=score,
+        found=validations,
+    )
+    validation = max(validations, key=lambda figures: figures["ndcg_at_10"])
     targets = sample_targets(log.next_items(), options.test_users, options.seed)
 
     def show(done: int, total: int) -> None:
         progress(TrainingProgress("generator: evaluate", done, total))
 
     test = evaluate.evaluate(model, log, targets, show, unseen=True)
-    baselines = fit_baselines(log, SPLIT, options.seed)
+    baselines = rank(log, SPLIT, options.seed, targets)
     report = RetrievalReport(
         num_trained=int(trained.trained.sum()),
         num_served=len(log.items) if options.refit else int(trained.trained.sum()),
         own=test,
-        baselines=tuple(baseline_figures(log, targets, baseline) for baseline in baselines.fitted),
+        baselines=baselines.figures(),
         skipped=baselines.skipped,
         made=codes.text(),
-        chosen={"codes": codes.text(), "validation": known(asdict(validation))},
+        chosen={"codes": codes.text(), "validation": validation},
     )
     found = TrainedGenerator(model, log, codes, report)
     evaluated(found)
     if not options.refit:
         return found
     full_log = log.all_trained()
-    codes = _codes(full_log, features, options, codes_path)
-    model, _ = _fit(full_log, codes, options, "generator: refit", progress, num_epochs=epochs)
+    codes = _codes(full_log, features, options, codes_path, start and start.served.items)
+    stage, decoder = "generator: refit", start and start.served.decoder
+    model, _ = _fit(full_log, codes, options, stage, progress, states, decoder, num_epochs=epochs)
     return TrainedGenerator(model, full_log, codes, report)
 
 
 def both_codes(
-    interactions: Interactions, features: Sequence[ItemValues], options: GenerateOptions
+    interactions: Interactions,
+    features: Sequence[ItemValues],
+    options: GenerateOptions,
+    known: tuple[KnownItems | None, KnownItems | None] = (None, None),
 ) -> tuple[ItemCodes, ItemCodes]:
     """Make the codes of the evaluated and of the refitted generator, for a ranker that reads them.
 
-    `train_generator` makes the same codes from the same arguments.
+    `train_generator` makes the same codes from the same arguments; `known` are the items of its
+    `start`.
     """
     log = build_log(interactions, features, SPLIT)
     evaluated, served = log.only_trained(SPLIT), log.all_trained()
-    return _codes(evaluated, features, options, None), _codes(served, features, options, None)
+    first, last = known
+    return (
+        _codes(evaluated, features, options, None, first),
+        _codes(served, features, options, None, last),
+    )
 
 
 def _codes(
-    log: InteractionLog, features: Sequence[ItemValues], options: GenerateOptions, path: Path | None
+    log: InteractionLog,
+    features: Sequence[ItemValues],
+    options: GenerateOptions,
+    path: Path | None,
+    known: KnownItems | None = None,
 ) -> ItemCodes:
     if path is not None:
         given = read_codes(path, log.item_ids, log.item_key)
         return nodes_of(given) if options.given_tokens == "nodes" else given
     vectors = item_vectors(log, features, options.vector_dim, COOCCURRENCE_WINDOW, options.seed)
+    if known is not None:
+        kept = kept_codes(known, log.item_ids, vectors, options.code_count)
+        if kept is not None:
+            return kept
     uses = np.bincount(log.items[log.trained], minlength=log.num_items)
     return residual_codes(vectors, options.code_count, uses, options.seed)
 
@@ -276,7 +315,7 @@ def _new_model(log: InteractionLog, codes: ItemCodes, options: GenerateOptions) 
     except ValueError as error:
         raise ConfigError(f"train: {error}") from error
     model = Decoder(config)
-    start(model, torch.Generator().manual_seed(options.seed))
+    start_at_random(model, torch.Generator().manual_seed(options.seed))
     if options.code_init_norm:
         vectors = item_vectors(
             log, [], min(options.vector_dim, options.dim), COOCCURRENCE_WINDOW, options.seed
@@ -302,28 +341,42 @@ def _fit(
     options: GenerateOptions,
     stage: str,
     progress: Callable[[TrainingProgress], None],
+    states: TrainingStates = NO_STATES,
+    start: Decoder | None = None,
+    *,
     score: Callable[[Decoder], float] | None = None,
+    found: list[Any] | None = None,
     num_epochs: int | None = None,
 ) -> BestEpoch[Decoder]:
     """Train a decoder over codes, or over the nodes of ready-made codes; see `EpochTrainer.fit`."""
     decoder = _new_model(log, codes, options)
+    if start is not None and start.config == decoder.config:
+        decoder.load_state_dict(start.state_dict())
     model: Any = decoder
     tables = [decoder.embedding.weight]
     loss: CodeLoss | SiblingLoss
+    terms_of = num_events
     if codes.given is None:
         loss = CodeLoss(codes)
+        terms_of = loss.num_terms
     else:
         model = nodes = NodeDecoder(decoder, codes, torch.Generator().manual_seed(options.seed))
         tables.append(nodes.code_rows)
         loss = SiblingLoss(codes)
     torch.manual_seed(options.seed)
-    random = np.random.default_rng(options.seed)
     trainer = EpochTrainer(
-        model, options, tables=tables, table_weight_decay=0.0, stage=stage, progress=progress
+        model,
+        options,
+        tables=tables,
+        table_weight_decay=0.0,
+        stage=stage,
+        progress=progress,
+        states=states,
+        terms_of=terms_of,
     )
     augmentation = Augmentation(log, options.skip_ratio, options.swap_ratio)
 
-    def batches_of_epoch() -> list[Batch]:
+    def batches_of_epoch(random: np.random.Generator) -> list[Batch]:
         varied = augmentation.draw(random)
         cut = windows(varied, options.history_items + 1, random)
         return list(
@@ -334,13 +387,14 @@ def _fit(
         batches_of_epoch,
         lambda batch: loss(model, batch, options.dropout),
         score=None if score is None else lambda averaged: score(_served(averaged)),
+        found=found,
         patience=options.patience,
         validate_every=options.validate_every,
         num_epochs=num_epochs,
     )
-    found = _served(best.model)
-    found.eval().requires_grad_(False)
-    return BestEpoch(found, best.num_epochs)
+    served = _served(best.model)
+    served.eval().requires_grad_(False)
+    return BestEpoch(served, best.num_epochs)
 
 
 def _served(model: nn.Module) -> Decoder:

@@ -53,6 +53,7 @@ from npu_gr.train.match.train import MatchOptions, TrainedVectors, Trainer, Vali
 from npu_gr.train.metrics import F64, hit_ratio, ndcg
 from npu_gr.train.next_item import compare_hits
 from npu_gr.train.options import how_to_match
+from npu_gr.train.resume import STATES, TrainingStates, digest_of
 from npu_gr.train.steps import training_progress
 from npu_gr.vector_search.fold import JoinedFolding, SourceItems
 from npu_gr.vector_search.vectors import Vectors, save
@@ -258,8 +259,11 @@ def run_training(
             "the target's item, so new source events of a user do not change the user's matches. "
             "Use different ids in the two domains to avoid this."
         )
+    arrays = (data.source.users, data.source.items, data.target.users, data.target.items)
+    states = TrainingStates(folder / STATES, digest_of(*arrays))
     with training_progress(console) as show:
-        trained = Trainer(data, options).run(show)
+        trained = Trainer(data, options, states).run(show)
+    states.remove()
     served = join(data, fit_joint_svd(data), trained)
     console.print(f"served: {served.settings}; {served.items.shape[1]} dimensions")
     evaluator = domains.evaluator()

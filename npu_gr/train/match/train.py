@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -48,10 +48,12 @@ from npu_gr.train.match.model import (
     share,
 )
 from npu_gr.train.options import Seed, Weight
+from npu_gr.train.resume import NO_STATES, TrainingStates
 from npu_gr.train.steps import EarlyStopping, TrainingProgress
 from npu_gr.vector_search.fold import Folding
 
 MATRIX_LEARNING_RATE = 1e-3  # learning rate of all weights but the embedding tables
+STATE = "match"  # name of the state of all stages
 INTER_LEARNING_RATE_RATIO = 0.2  # factor of both rates in the inter-domain stage
 
 
@@ -168,8 +170,11 @@ class TrainedVectors(NamedTuple):
 class Trainer:
     """One training, from its options to its result."""
 
-    def __init__(self, data: MatchData, options: MatchOptions) -> None:
+    def __init__(
+        self, data: MatchData, options: MatchOptions, states: TrainingStates = NO_STATES
+    ) -> None:
         self.data = data
+        self._states = states
         self.options = options
         self._evaluator = data.evaluator()
         self.source = _encoder("source", data.source, options)
@@ -194,23 +199,41 @@ class Trainer:
     def run(self, progress: Callable[[TrainingProgress], None] = lambda _: None) -> TrainedVectors:
         """Train all stages, and call `progress` after every step.
 
+        An interrupted training goes on where its state was kept, with the same bits.
+
         Raises:
-            DataError: the loss is not finite.
+            DataError: the loss is not finite, or the state cannot be written.
         """
+        state = self._states.read(STATE, self._key)
         for stage in _stages(self.options):
-            self._run_stage(stage, progress)
+            if state is not None and stage.name != state["stage"]:
+                continue
+            self._run_stage(stage, progress, state)
+            state = None
         return self._result()
+
+    @property
+    def _key(self) -> str:
+        return msgspec.json.encode(self.options).decode()
 
     # ---- stages
 
-    def _run_stage(self, stage: _Stage, progress: Callable[[TrainingProgress], None]) -> None:
+    def _run_stage(
+        self,
+        stage: _Stage,
+        progress: Callable[[TrainingProgress], None],
+        state: dict[str, Any] | None,
+    ) -> None:
         options = self.options
         stopping = EarlyStopping(options.patience)
+        if state is not None:
+            self._best_state = state["best_state"]
         optimizer = self._begin(stage)
         if stage.name == "inter" and options.stop_gradient:
             with torch.no_grad():
                 self._source_users = normalize(self.source()[0], dim=-1)
-        for step in range(1, stage.steps + 1):
+        first = 1 if state is None else self._restore(state, optimizer, stopping)
+        for step in range(first, stage.steps + 1):
             loss = self._loss(stage, step - 1)
             if not math.isfinite(loss.item()):
                 raise DataError(
@@ -230,6 +253,36 @@ class Trainer:
             )
             if stopping.is_over:
                 break
+            if self._states.is_due():
+                self._states.write(STATE, self._key, self._state(stage, step, optimizer, stopping))
+
+    def _state(
+        self, stage: _Stage, step: int, optimizer: torch.optim.Adam, stopping: EarlyStopping
+    ) -> dict[str, Any]:
+        return {
+            "stage": stage.name,
+            "step": step,
+            "weights": self._all.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "generator": self._generator.get_state(),
+            "source_users": self._source_users,
+            "stopping": [stopping.best, stopping.num_worse],
+            "best": list(self._best),
+            "best_state": self._best_state,
+        }
+
+    def _restore(
+        self, state: dict[str, Any], optimizer: torch.optim.Adam, stopping: EarlyStopping
+    ) -> int:
+        """Go on from a state of the stage that has begun; return its next step."""
+        self._all.load_state_dict(state["weights"])
+        optimizer.load_state_dict(state["optimizer"])
+        self._generator.set_state(state["generator"])
+        self._source_users = state["source_users"]
+        stopping.best, stopping.num_worse = state["stopping"]
+        stage, step, hit = state["best"]
+        self._best = (stage, step, hit)
+        return int(state["step"]) + 1
 
     def _begin(self, stage: _Stage) -> torch.optim.Adam:
         """Set the random seed and the weights that a stage starts with; return its optimizer."""

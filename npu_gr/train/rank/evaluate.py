@@ -48,6 +48,7 @@ from npu_gr.train.rank.blend_choice import better_source_warnings
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import BATCH_TOKENS
+from npu_gr.train.rank.options import Task
 from npu_gr.train.rank.shown import ShownFigures
 
 K = 10
@@ -82,8 +83,10 @@ class Evaluation:
     num_evaluated: int  # events of the AUC
     num_next: int  # users of HR and NDCG
     tasks: str  # why the ranker has these tasks
+    chosen_tasks: tuple[Task, ...]
     auc_task: str  # name of the task of the AUC; "" = none
     fitting: str  # the number of epochs and the fitted blend, in words
+    notes: tuple[str, ...]  # what the ranker reads by the log's nature, or by choice, in words
     # sources that are better than the fitted blend on the validation; see `blend_choice.py`
     better_alone: Mapping[str, Difference]
     skipped: tuple[str, ...]  # a sentence for each baseline that was skipped
@@ -149,14 +152,9 @@ class Evaluation:
         found = difference_of_auc(self.ranker.liking, best.liking, self.likes, self.users)
         return None if found is None else (best.model, found)
 
-    def text(self) -> str:
-        """Describe the tasks and the fit, and compare the ranker with the best baselines."""
-        lines = [
-            f"tasks: {self.tasks}",
-            self.fitting,
-            *better_source_warnings(self.better_alone),
-            *self.skipped,
-        ]
+    def about_labels(self) -> list[str]:
+        """Describe how well what users do is predicted, a line for each figure."""
+        lines = []
         if self.ranker.liking is not None and (
             own := difference_of_auc(self.ranker.liking, None, self.likes, self.users)
         ):
@@ -174,8 +172,18 @@ class Evaluation:
                     f"WARNING: {name} predicts likes better than {self.ranker.model} on this log. "
                     "More events or epochs may help."
                 )
-        if self.shown is not None:
-            lines.append(self.shown.text())
+        return lines if self.shown is None else [*lines, self.shown.text()]
+
+    def text(self) -> str:
+        """Describe the tasks and the fit, and compare the ranker with the best baselines."""
+        lines = [
+            f"tasks: {self.tasks}",
+            self.fitting,
+            *self.notes,
+            *better_source_warnings(self.better_alone),
+            *self.skipped,
+        ]
+        lines += self.about_labels()
         if (parts := self.with_parts()) is not None:
             shown = ", ".join(
                 f"{name} {_interval(found)}" for name, found in parts.differences.items()
@@ -333,13 +341,28 @@ def _figures(
 ) -> RankingFigures:
     ranks = rank_next_items(log, targets, scores)
     area = NAN if evaluated is None else auc(evaluated, likes[~log.trained])
+    return ranked_figures(model, ranks, area, evaluated)
+
+
+def ranked_figures(
+    model: str, ranks: NextItemRanks, area: float = NAN, liking: F64 | None = None
+) -> RankingFigures:
+    """Compute the figures of a model from its ranks of the next items.
+
+    Args:
+        model: Name of the model.
+        ranks: Its ranks.
+        area: Its AUC.
+        liking: float64 [evaluated events] scores of which the AUC is; None = it has none.
+    """
+    has_ranks = len(ranks.overall) > 0
     return RankingFigures(
         model=model,
         auc=area,
-        hr_at_10=hit_ratio(ranks.overall, K) if targets else NAN,
-        ndcg_at_10=ndcg(ranks.overall, K) if targets else NAN,
-        hr_at_10_unseen=hit_ratio(ranks.unseen, K) if targets else NAN,
-        ndcg_at_10_unseen=ndcg(ranks.unseen, K) if targets else NAN,
+        hr_at_10=hit_ratio(ranks.overall, K) if has_ranks else NAN,
+        ndcg_at_10=ndcg(ranks.overall, K) if has_ranks else NAN,
+        hr_at_10_unseen=hit_ratio(ranks.unseen, K) if has_ranks else NAN,
+        ndcg_at_10_unseen=ndcg(ranks.unseen, K) if has_ranks else NAN,
         ranks=ranks,
-        liking=evaluated,
+        liking=liking,
     )

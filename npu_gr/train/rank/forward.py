@@ -26,7 +26,7 @@ from npu_gr.backend.base import Slab, time_bucket
 from npu_gr.core.feature_schema.schema import Of
 from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
-from npu_gr.model.hstu_layer import HSTULayer
+from npu_gr.model.hstu_layer import HSTULayer, window_of
 
 # logit of a masked token: its SiLU, the SiLU's gradient and its softmax share are exactly zero
 CLOSED = -1e4
@@ -65,6 +65,7 @@ class EncodedHistories:
         self._scale = model.attention_scale(self._times.shape[1])
         self._every = torch.arange(self._times.shape[1])  # tokens
         self._ago = self._every[:, None] - self._every  # [L, L]
+        self._window = window_of(model.config)
         self._bucket = time_bucket(self._times[:, :, None] - self._times[:, None, :]).flatten()
         self._biases: list[Tensor] = []  # of each layer, [H, B, L, L], with later tokens masked
         self._slabs: list[Slab] = []
@@ -178,7 +179,7 @@ class EncodedHistories:
         both = by_place.view(-1, 1, num_tokens, num_tokens) + by_time.view(
             len(by_time), -1, num_tokens, num_tokens
         )
-        return both.masked_fill(self._ago < 0, CLOSED)
+        return both.masked_fill((self._ago < 0) | self._outside(self._ago), CLOSED)
 
     def _bias_of(self, layer: HSTULayer, at: Tensor) -> Tensor:
         """Compute the relative bias between tokens `at` [B, T] and earlier ones: [H, B, T, L]."""
@@ -189,7 +190,13 @@ class EncodedHistories:
         ).flatten()
         distance = ago.clamp(0, position.shape[1] - 1).flatten()
         both = _look_up(position, distance) + _look_up(time, bucket)
-        return both.view(-1, *ago.shape).masked_fill(ago <= 0, CLOSED)
+        return both.view(-1, *ago.shape).masked_fill((ago <= 0) | self._outside(ago), CLOSED)
+
+    def _outside(self, ago: Tensor) -> Tensor:
+        """Return which tokens have left the attention window of rows `ago` [..., L] after them."""
+        if self._window is None:
+            return torch.zeros((), dtype=torch.bool)
+        return (ago >= self._window.recent) & (self._every >= self._window.first)
 
 
 class _LookUp(torch.autograd.Function):

@@ -327,16 +327,25 @@ def _rows(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem], *, is_nex
     return rows
 
 
+class NextItemLikelihood(NamedTuple):
+    """How likely next items are, by a ranker's retrieval."""
+
+    log_probabilities: F64  # float64 [targets]
+    ranks: F64  # float64 [targets] unseen items that are more likely
+
+
 @torch.no_grad()
-def next_item_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextItem]) -> F64:
-    """Compute the log-probability of each next item among the unseen items, float64 [targets].
+def next_item_likelihood(
+    inputs: LogInputs, model: HSTU, targets: Sequence[NextItem]
+) -> NextItemLikelihood:
+    """Compute the log-probability and the rank of each next item among the unseen items.
 
     The next item counts as unseen, even if the user had it before.
     """
     log = inputs.log
     u = user_vectors(inputs, model, targets)
     table = model.items.embed(torch.arange(log.num_items))
-    found = np.empty(len(targets))
+    found, ranks = np.empty(len(targets)), np.empty(len(targets))
     for start in range(0, len(targets), _TARGETS_AT_ONCE):
         part = targets[start : start + _TARGETS_AT_ONCE]
         logits = u[start : start + len(part)] @ table.T
@@ -348,7 +357,8 @@ def next_item_likelihood(inputs: LogInputs, model: HSTU, targets: Sequence[NextI
         found[start : start + len(part)] = (
             (score[:, 0] - torch.logsumexp(logits, dim=1)).double().numpy()
         )
-    return found
+        ranks[start : start + len(part)] = (logits > score).sum(1).numpy()
+    return NextItemLikelihood(found, ranks)
 
 
 @torch.no_grad()
@@ -363,14 +373,25 @@ def event_likelihood(
         targets: Events to score.
         labels: Labels of the binary tasks.
     """
-    found = next_item_likelihood(inputs, model, targets)
-    if labels.served_tasks:
-        events = np.array([event for _, event in targets])
-        logits = model.task_logits(_rows(inputs, model, targets, is_next=False))[
-            :, labels.served_tasks
-        ]
-        losses = binary_cross_entropy_with_logits(logits, labels.served[events], reduction="none")
-        found -= losses.sum(1).double().numpy()
+    found = next_item_likelihood(inputs, model, targets).log_probabilities
+    return (
+        found + label_likelihood(inputs, model, targets, labels) if labels.served_tasks else found
+    )
+
+
+@torch.no_grad()
+def label_likelihood(
+    inputs: LogInputs, model: HSTU, targets: Sequence[NextItem], labels: Labels
+) -> F64:
+    """Compute the log-probability of each event's binary labels; arguments as `event_likelihood`.
+
+    Returns:
+        float64 [targets], summed over the tasks, at least one.
+    """
+    events = np.array([event for _, event in targets])
+    logits = model.task_logits(_rows(inputs, model, targets, is_next=False))[:, labels.served_tasks]
+    losses = binary_cross_entropy_with_logits(logits, labels.served[events], reduction="none")
+    found: F64 = -losses.sum(1).double().numpy()
     return found
 
 

@@ -304,6 +304,19 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
         ),
     ] = ()
 
+    choose_mf_score: Annotated[
+        bool,
+        Meta(
+            description="where users rate or choose among actions, train two short rankers "
+            "first, and read the computed feature mf_score if the validation is better with it"
+        ),
+    ] = False
+
+    sasrec: Annotated[
+        bool,
+        Meta(description="also train SASRec as a baseline, which takes as long as the ranker"),
+    ] = False
+
     budget_s: Annotated[
         float,
         Meta(
@@ -332,6 +345,17 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
         Literal["position_time", "none"],
         Meta(description="attention bias by the distance and the time between two tokens, or none"),
     ] = "position_time"
+    attention_window_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="a token reads this many of the newest ones, so that a user's prefix takes "
+            "the same memory at any length; 0 = the whole history",
+        ),
+    ] = 0
+    attention_first_tokens: Annotated[
+        int, Meta(ge=0, description="and, with a window, this many of the oldest tokens")
+    ] = 0
     scaling_seqlen: Annotated[
         Count, Meta(description="attention weights are scaled by 1 / this")
     ] = 64
@@ -341,8 +365,9 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
         int,
         Meta(
             ge=0,
-            description="epochs without a better validation likelihood that end the training; "
-            "0 = never",
+            description="epochs without a better validation that end the training, by the "
+            "likelihood, or by the mean reciprocal rank if the catalogue is larger than "
+            "max_softmax_items; 0 = never",
         ),
     ] = 3
     window_tokens: Annotated[

@@ -185,11 +185,11 @@ class ShownFigures:
         items = np.concatenate([log.items[own], shown.items[is_tested_shown]])
         labels = np.arange(len(events)) < len(own)
         order = np.argsort(events, kind="stable")
-        events, items = events[order], items[order]
+        self.events, self.items = events[order], items[order]
         self.labels = labels[order]
-        self.users = log.users[events]
+        self.users = log.users[self.events]
         tasks = [task] if next_task is None else [task, next_task]
-        self.logits = shown_logits(log, model, events, items, tasks)
+        self.logits = shown_logits(log, model, self.events, self.items, tasks)
 
     @property
     def auc(self) -> float:

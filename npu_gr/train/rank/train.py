@@ -28,18 +28,30 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.weights import Checkpoint, save
-from npu_gr.train.baselines import FittedBaselines, MatrixFactorisation, Means, fit_baselines
-from npu_gr.train.data import InteractionLog, build_log
+from npu_gr.train.baselines import MatrixFactorisation, Means
+from npu_gr.train.data import InteractionLog, NextItem, build_log
+from npu_gr.train.distributed import Ranks
 from npu_gr.train.generate.codes import ItemCodes
 from npu_gr.train.metrics import F64
 from npu_gr.train.next_item import sample_targets
 from npu_gr.train.options import write_configuration
 from npu_gr.train.rank.blend import NUM_FOLLOWERS, NUM_OWN, ListSizes
 from npu_gr.train.rank.blend_choice import ChosenBlend, choose_blend
-from npu_gr.train.rank.evaluate import Evaluation, evaluate_baseline, evaluate_ranker
-from npu_gr.train.rank.fit import Fitted, GivesUp, SearchedOptions, fit, search
+from npu_gr.train.rank.evaluate import (
+    Evaluation,
+    evaluate_baseline,
+    evaluate_ranker,
+    ranked_figures,
+)
+from npu_gr.train.rank.fit import Fitted, GivesUp, SearchedOptions, fit, scores_by_rank, search
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.losses import HeldOutEvents, event_likelihood, hold_out
+from npu_gr.train.rank.losses import (
+    HeldOutEvents,
+    event_likelihood,
+    hold_out,
+    label_likelihood,
+    next_item_likelihood,
+)
 from npu_gr.train.rank.options import (
     ChosenTasks,
     TrainOptions,
@@ -50,7 +62,16 @@ from npu_gr.train.rank.options import (
 )
 from npu_gr.train.rank.schema import choose_features
 from npu_gr.train.rank.shown import ShownFigures
+from npu_gr.train.rank.warm import RankerStart
+from npu_gr.train.resume import NO_STATES, TrainingStates
+from npu_gr.train.sasrec import SASRec
+from npu_gr.train.shared_baselines import RankBaselines, RankedBaselines, rank_baselines
 from npu_gr.train.steps import TrainingProgress
+
+MF_SCORE_CHOSEN = (
+    "it reads mf_score, what matrix factorisation expects: the validation's labels are likelier"
+)
+NO_TIMES = "the log has no times, only the order of each user's events, so it reads no times"
 
 
 class RankerCodes(NamedTuple):
@@ -67,6 +88,9 @@ def train_rank(
     progress: Callable[[TrainingProgress], None] = lambda _: None,
     evaluated: Callable[[Checkpoint], None] = lambda _: None,
     codes: RankerCodes | None = None,
+    states: TrainingStates = NO_STATES,
+    start: RankerStart | None = None,
+    rank: RankBaselines = rank_baselines,
 ) -> tuple[Checkpoint, Evaluation]:
     """Train a ranker, compare it with the baselines, and refit it on all events.
 
@@ -78,6 +102,9 @@ def train_rank(
             thread.
         evaluated: Callback with the evaluated ranker, before the refit.
         codes: Semantic IDs of the items; None = the ranker does not read any.
+        states: Where the state of the trainings is kept.
+        start: Earlier rankers to train on; None = train from random weights.
+        rank: Ranks the test users' next items by the baselines.
 
     Returns:
         The checkpoint, with the evaluated ranker's figures as its metrics, and the figures of all
@@ -98,6 +125,11 @@ def train_rank(
     labels = make_labels(log, chosen.tasks)  # before the hold-out: errors count all trained events
     click = next((task.name for task in chosen.tasks if task.is_next_item), None)
     held_out = hold_out(log, options) if click is not None else HeldOutEvents(log, [])
+    if options.budget_s and Ranks().size > 1:
+        raise ConfigError(
+            f"budget_s: must be 0 on {Ranks().size} ranks, whose clocks would end the search at "
+            "different trials; search in one process, and train with its settings"
+        )
     if options.budget_s and not held_out.targets:
         raise ConfigError(
             "budget_s: no user has two trained events and a next item to predict, so there is no "
@@ -116,16 +148,33 @@ def train_rank(
             gives_up=gives_up,
             codes=None if codes is None else codes.evaluated,
             features=choose_features(held_out.log, item_features, chosen.tasks, tried),
+            states=states,
+            start=None if start is None else start.evaluated,
         )
 
     def evaluate(found: Fitted) -> F64:
-        return event_likelihood(LogInputs(log, found.model), found.model, held_out.targets, labels)
+        inputs = LogInputs(log, found.model)
+        if scores_by_rank(log, options):
+            ranks = next_item_likelihood(inputs, found.model, held_out.targets).ranks
+            return 1 / (ranks + 1)
+        return event_likelihood(inputs, found.model, held_out.targets, labels)
+
+    def likes(found: Fitted) -> F64:
+        return label_likelihood(LogInputs(log, found.model), found.model, held_out.targets, labels)
 
     searched = search(
-        options, train, evaluate, has_likes=any(task.is_liking for task in chosen.tasks)
+        options,
+        train,
+        evaluate,
+        has_likes=bool(labels.served_tasks),
+        likes=likes if labels.served_tasks and held_out.targets else None,
     )
     fitted = searched.fitted
-    next_item_baselines = fit_baselines(log, options.split, options.seed)
+    targets = sample_targets(log.next_items(), options.test_users, options.seed)
+    next_item_baselines = rank(log, options.split, options.seed, targets)
+    if options.sasrec:
+        learnt = SASRec(log, options.split, options.seed, progress=progress)
+        next_item_baselines = next_item_baselines.and_one(log, targets, learnt)
     blend = (
         None
         if click is None
@@ -146,6 +195,7 @@ def train_rank(
         counted,
         next_item_baselines,
         log,
+        targets,
         held_out,
         chosen,
         num_served,
@@ -175,6 +225,8 @@ def train_rank(
             fitted.num_epochs,
             codes=None if codes is None else codes.served,
             features=choose_features(everything, item_features, chosen.tasks, searched.options),
+            states=states,
+            start=None if start is None else start.served,
         )
         served = blend.counted(everything) if blend is not None and held_out.targets else None
         checkpoint = replace(checkpoint, model=again.model, order=served)
@@ -190,8 +242,9 @@ def _evaluate(
     searched: SearchedOptions,
     blend: ChosenBlend | None,
     counted: ScoreBlend | None,
-    next_item_baselines: FittedBaselines,
+    next_item_baselines: RankedBaselines,
     log: InteractionLog,
+    targets: Sequence[NextItem],
     held_out: HeldOutEvents,
     chosen: ChosenTasks,
     num_served: int,
@@ -208,12 +261,7 @@ def _evaluate(
         valued = replace(
             log, action_values=liking_values(log, chosen.tasks[first]), action_names=()
         )
-    baselines = [
-        *next_item_baselines.fitted,
-        Means(valued),
-        MatrixFactorisation(valued, options.seed),
-    ]
-    targets = sample_targets(log.next_items(), options.test_users, options.seed)
+    of_likes = (Means(valued), MatrixFactorisation(valued, options.seed))
     ranker, parts = evaluate_ranker(
         log,
         searched.fitted.model,
@@ -232,14 +280,21 @@ def _evaluate(
         num_evaluated=int((~log.trained).sum()),
         num_next=len(targets),
         tasks=chosen.reason,
+        chosen_tasks=chosen.tasks,
         auc_task="" if first is None else chosen.tasks[first].name,
         fitting=_in_words(searched, blend, len(held_out.targets)),
+        notes=(
+            *(() if log.has_times else (NO_TIMES,)),
+            *((MF_SCORE_CHOSEN,) if searched.reads_mf_score else ()),
+            *next_item_baselines.notes,
+        ),
         better_alone={} if blend is None else blend.better,
         skipped=next_item_baselines.skipped,
         ranker=ranker,
         parts=parts,
-        baselines=tuple(
-            evaluate_baseline(valued, baseline, likes, targets) for baseline in baselines
+        baselines=(
+            *(ranked_figures(name, of) for name, of in next_item_baselines.ranks.items()),
+            *(evaluate_baseline(valued, baseline, likes, targets) for baseline in of_likes),
         ),
         likes=likes[~log.trained],
         users=log.users[~log.trained],

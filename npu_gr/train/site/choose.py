@@ -37,6 +37,7 @@ from npu_gr.train.cascade import (
     SeenChoice,
     cascade_ways,
     choose_way,
+    drawn_users,
     next_events,
     repeat_ratio,
 )
@@ -57,6 +58,7 @@ def choose_for_site(
     log: Interactions,
     sources: Mapping[SourceName, int],
     most_users: int,
+    tested: Sequence[str] = (),
 ) -> CascadeChoice | None:
     """Choose the cascade, by users other than those on whom `npu-gr demo` evaluates it.
 
@@ -67,6 +69,7 @@ def choose_for_site(
         sources: Source -> items to request, the ranker's own sources first. These with the order
             `blended` stay, unless another choice is significantly better.
         most_users: Most users; half of them choose, the others evaluate.
+        tested: Names of users who come first, see `selection_cases`.
 
     Returns:
         None = there are fewer than 2 x `LEAST_USERS` users.
@@ -75,17 +78,29 @@ def choose_for_site(
         ConfigError: the configuration cannot be served.
         NpuGrError: a model failed.
     """
-    cases = selection_cases(log, most_users)
+    cases = selection_cases(log, most_users, tested)
     if len(cases) < 2 * LEAST_USERS:
         return None
     return asyncio.run(_choose(path, overrides, cases, dict(sources)))
 
 
-def selection_cases(log: Interactions, most_users: int) -> list[NextEventCase]:
-    """Return the last events of users other than those on whom `npu-gr demo` evaluates."""
+def selection_cases(
+    log: Interactions, most_users: int, tested: Sequence[str] = ()
+) -> list[NextEventCase]:
+    """Return the last events of users other than those on whom `npu-gr demo` evaluates.
+
+    Args:
+        log: All events.
+        most_users: Most users.
+        tested: Names of users who come first: those for whom the baselines' ranks are known, so
+            that they can be compared.
+    """
     known = to_train_on(log.users, log.timestamps, "leave-one-out")
-    evaluated = {case.user for case in next_events(log, known, EVALUATED_USERS)}
-    return [case for case in next_events(log, known) if case.user not in evaluated][:most_users]
+    evaluated = drawn_users(log, known, EVALUATED_USERS)
+    others = np.setdiff1d(drawn_users(log, known), evaluated)
+    is_other = ~np.isin(np.array(log.user_names, np.str_)[others], np.array(tested, np.str_))
+    others = others[np.argsort(is_other, kind="stable")][:most_users]
+    return next_events(log, known, users=np.sort(others))
 
 
 async def _choose(

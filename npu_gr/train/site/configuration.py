@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import yaml
@@ -22,6 +22,8 @@ from npu_gr.train.retrieve import RetrieveOptions
 from npu_gr.train.site.report import SiteCascade
 
 SERVE = "serve.yaml"
+PartName = Literal["generator", "ranker", "vectors"]
+Optional = Literal["generator", "vectors"]  # models that a site can do without
 EVALUATED_CONFIG = "evaluated.yaml"
 _MEANING = {
     "checkpoint": "folder of the decoder, a Hugging Face checkpoint",
@@ -60,9 +62,6 @@ def configuration(
             events.
     """
     own = Path("evaluated") if is_evaluated else Path()
-    generate = section(options.generate.code_count, options.generate, site / "generator" / own)
-    if not is_evaluated:  # outside of the folder that the next training replaces
-        generate["change_log"] = str(site / "catalogue.changes")
     repeats = f"{cascade.repeat_ratio:.0%} of the held-out events are repeats"
 
     def seen(kind: str) -> str:
@@ -123,14 +122,25 @@ def configuration(
             "file of the store; `npu-gr load` fills it, POST /v1/events appends to it",
         ),
         "",
-        "generate:                         # POST /v1/generate: retrieval by semantic IDs",
-        *(_line(f"  {name}", value, _MEANING[name]) for name, value in generate.items()),
-        seen("generate"),
-        "",
-        "match:                            # POST /v1/match: retrieval by vectors",
-        _line("  vectors", str(site / "vectors" / own), "folder of the vectors"),
-        seen("match"),
-        "",
+    ]
+    if "generator" not in options.without:
+        generate = section(options.generate.code_count, options.generate, site / "generator" / own)
+        if not is_evaluated:  # outside of the folder that the next training replaces
+            generate["change_log"] = str(site / "catalogue.changes")
+        lines += [
+            "generate:                         # POST /v1/generate: retrieval by semantic IDs",
+            *(_line(f"  {name}", value, _MEANING[name]) for name, value in generate.items()),
+            seen("generate"),
+            "",
+        ]
+    if "vectors" not in options.without:
+        lines += [
+            "match:                            # POST /v1/match: retrieval by vectors",
+            _line("  vectors", str(site / "vectors" / own), "folder of the vectors"),
+            seen("match"),
+            "",
+        ]
+    lines += [
         "recommend:                        # POST /v1/recommend: the cascade in one call",
         _line(
             "  sources",
@@ -150,6 +160,7 @@ def configuration(
         lines.append(
             _line("  popular", popular, "fills up short retrievals, e.g. of unknown users")
         )
+        lines.append("  # rules: {diversity: [{by: brand, most: 2}]}  # and boost, pin, deny, cap")
     return "\n".join(lines) + "\n"
 
 
@@ -186,7 +197,13 @@ ROOM = 2  # semantic IDs per item; with fewer, more items collide and get less s
 class SiteOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides a site, except the dataset and the number of threads."""
 
-    rank: ranking.TrainOptions = msgspec.structs.replace(ranking.DEMO, split=SPLIT)
+    without: Annotated[
+        tuple[Optional, ...],
+        Meta(description="models that are not trained and not served, e.g. [generator]"),
+    ] = ()
+    rank: ranking.TrainOptions = msgspec.structs.replace(
+        ranking.DEMO, split=SPLIT, choose_mf_score=True
+    )
     generate: generating.GenerateOptions = GENERATOR
     retrieve: RetrieveOptions = RetrieveOptions(test_users=1000)
     num_retrieved: Annotated[

@@ -1,7 +1,8 @@
 """The folder of a site while it is made: everything is staged, and moved into place at the end.
 
     site/ranker, generator, vectors, popular.txt, serve.yaml, README.md, report.json    in service
-    site/.new/...       the same names, staged; `<name>.json` marks a model as finished
+    site/.new/...       the same names, staged; `<name>.json` marks a model as finished, and
+                        `<name>.states` lets its interrupted training go on, see `../resume.py`
     site/.new/READY     names of the staged files that are being moved into place
 
 Invariants, checked by tests/train/site/test_folder.py:
@@ -32,7 +33,8 @@ from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import value_name
 from npu_gr.core.renamed import current
-from npu_gr.history_store.interactions import Interactions
+from npu_gr.dataset.times import ORDER_S
+from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.train.options import curl, serve
 from npu_gr.train.site.configuration import EVALUATED_CONFIG, SERVE
 from npu_gr.train.site.report import PartReport, SiteReport
@@ -214,6 +216,9 @@ def readme(site: Path, report: SiteReport, found: Examples) -> str:
     words = report.words()
     verdict = [f"**{report.verdict.text}**"] if report.verdict else []
     cascade = "".join(f"\n\n{text}" for text in (*words, *verdict))
+    models = "".join(
+        f"| `{name}/` | {_MODELS[name]} |\n" for name in _MODELS if name in report.parts
+    )
     as_of = (
         ""
         if found.asked_at is None
@@ -264,7 +269,7 @@ Send the history in the request. This one ends with an item that is not in the c
 ```
 {curl("/v1/recommend", with_new_item(found))}
 ```
-
+{_new_item(found) if "generator" in report.parts else ""}
 ## How good it is
 
 | model | figure | value | strongest baseline | measured on |
@@ -279,10 +284,7 @@ The served models were then trained on all {report.num_events:,} events, with th
 
 | file | content |
 |---|---|
-| `ranker/` | scores candidates by the user's history (HSTU) |
-| `generator/` | finds candidates by semantic IDs |
-| `vectors/` | finds candidates by vectors |
-| `popular.txt` | the most popular items, best first |
+{models}| `popular.txt` | the most popular items, best first |
 | `history.db` | the history store: events of the users |
 | `serve.yaml` | the configuration, with a comment on each line |
 | `evaluated.yaml` | the configuration of the evaluated models, in `evaluated` of each folder |
@@ -292,6 +294,31 @@ The history store and the vectors contain users' data: protect this folder like 
 """
 
 
+_MODELS = {
+    "ranker": "scores candidates by the user's history (HSTU)",
+    "generator": "finds candidates by semantic IDs",
+    "vectors": "finds candidates by vectors",
+}
+
+
+def _new_item(found: Examples) -> str:
+    """Show how an item enters the served catalogue; "" = items have no features to place it by."""
+    if not found.features:
+        return ""
+    added = {"item_id": NEW_ITEM, "title": "An item of tomorrow", "features": found.features}
+    changes = ({"add": [added]}, {"withdraw": [NEW_ITEM]})
+    add, withdraw = (curl("/v1/catalog/items", one, ADMIN_PORT) for one in changes)
+    return f"""
+Add that item to the catalogue by its features, at the admin address, and take it out again:
+
+```
+{add}
+{withdraw}
+```
+"""
+
+
+ADMIN_PORT = 8081
 LEAST_EVENTS = 5
 # requests on a log that ended longer ago use its end as their time: the models were not trained on
 # such a gap
@@ -309,9 +336,12 @@ class Examples(NamedTuple):
     actions: list[str]
     timestamp: int  # unix seconds, right after the last event
     asked_at: int | None  # unix seconds, `timestamp` of requests; None = now
+    features: dict[str, Any]  # of the newest of the items
 
 
-def examples(log: Interactions, names: ItemNames, num_items: int = 3) -> Examples:
+def examples(
+    log: Interactions, names: ItemNames, features: Sequence[ItemValues] = (), num_items: int = 3
+) -> Examples:
     """Choose a user with a median number of events, among users with at least five, or all."""
     counts = np.bincount(log.users, minlength=len(log.user_names))
     enough = np.flatnonzero(counts >= LEAST_EVENTS)
@@ -325,19 +355,35 @@ def examples(log: Interactions, names: ItemNames, num_items: int = 3) -> Example
         actions=[_action(log, value) for value in own.values.tolist()],
         timestamp=int(log.timestamps[-1]) + 60,
         asked_at=asked_at(log),
+        features=_of_item(int(own.items[-1]), features),
     )
 
 
+def _of_item(item: int, features: Sequence[ItemValues]) -> dict[str, Any]:
+    """Return the features of an item as a request gives them: a number, a text or a list."""
+    found: dict[str, Any] = {}
+    for one in features:
+        values = [one.values[place] for place in one.of_item.get(item, [])]
+        if item in one.numbers:
+            found[one.name] = one.numbers[item]
+        elif values:
+            found[one.name] = values if len(values) > 1 else values[0]
+    return found
+
+
 def asked_at(log: Interactions) -> int | None:
-    """Choose the time of requests: right after the log if it ended long ago, or None = now."""
+    """Choose the time of requests: right after the log if it ended long ago, or None = now.
+
+    A model of a log without times reads none.
+    """
     after = int(log.timestamps[-1]) + 60
-    return after if after < time.time() - OLD_S else None
+    return after if ORDER_S <= after < time.time() - OLD_S else None
 
 
 def recommend(user: str, timestamp: int | None = None, **more: Any) -> dict[str, Any]:
-    """Make the body of a recommend for five items with titles."""
+    """Make the body of a recommend for five items."""
     when = {} if timestamp is None else {"timestamp": timestamp}
-    return {"user_id": user, "num_items": 5, "fields": ["title"], **when, **more}
+    return {"user_id": user, "num_items": 5, **when, **more}
 
 
 def known_user(found: Examples) -> dict[str, Any]:
@@ -350,7 +396,7 @@ def with_new_item(found: Examples) -> dict[str, Any]:
     items = [*found.items, NEW_ITEM]
     times = [found.timestamp + place - len(items) for place in range(len(items))]
     columns = {"items": items, "actions": [*found.actions, found.actions[-1]], "timestamps": times}
-    return recommend("somebody-else", found.asked_at, history=columns)
+    return recommend("somebody-else", found.asked_at, history=columns, explain=True)
 
 
 def _action(log: Interactions, value: float) -> str:

@@ -4,7 +4,8 @@
             -> popular.txt, serve.yaml, README.md, report.json
             -> all staged files are moved into place
 
-A model that an earlier or interrupted run made from the same dataset and options is reused.
+A model that an earlier or interrupted run made from the same dataset and options is reused, and the
+training of one that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from rich.console import Console
 
 from npu_gr import __version__
 from npu_gr.core.errors import DataError, NpuGrError
-from npu_gr.core.progress import heartbeat
+from npu_gr.core.progress import heartbeat, in_words
 from npu_gr.core.request import SourceName
 from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
@@ -45,6 +46,7 @@ from npu_gr.train.site.configuration import (
     EVALUATED_CONFIG,
     PRESETS,
     SERVE,
+    PartName,
     SiteOptions,
     configuration,
     options_for,
@@ -58,10 +60,12 @@ from npu_gr.train.site.folder import (
     known_user,
     readme,
 )
-from npu_gr.train.site.metrics_log import metrics_log
-from npu_gr.train.site.parts import EVALUATED, PARTS, PartName, train_part
-from npu_gr.train.site.report import PartReport, SiteCascade, SiteReport
+from npu_gr.train.site.like import OldSite, options_like
+from npu_gr.train.site.metrics_log import MetricsLine, metrics_log
+from npu_gr.train.site.parts import EVALUATED, PARTS, Start, parts_of, train_part
+from npu_gr.train.site.report import SOURCE_OF, PartReport, SiteCascade, SiteReport
 from npu_gr.train.site.side_by_side import Training, side_by_side
+from npu_gr.train.site.tensorboard_log import tensorboard_log
 from npu_gr.train.site.verdict import NextItemTest, verdict_of, verdict_of_ranker
 from npu_gr.train.steps import training_progress
 
@@ -86,6 +90,7 @@ class _Command(NamedTuple):
     overrides: tuple[str, ...]
 
 
+REPEATS_OF = 10_000  # most users whose last events say how many are repeats
 MOST_DIFFERENCE = 0.01  # of HR@10 as served, and as chosen
 NEW_SERVE = "serve.new.yaml"  # written instead of `serve.yaml` if an operator has changed that
 POPULAR = "popular.txt"
@@ -101,6 +106,10 @@ def train_site(
     preset: str = "full",
     ask: AskService | None = None,
     accept: Callable[[TrainedSite], None] = lambda _: None,
+    like: Path | None = None,
+    *,
+    trains_on: bool = False,
+    tensorboard: Path | None = None,
 ) -> SiteReport:
     """Train every model of a site, and write its folder. The history store does not change.
 
@@ -114,6 +123,9 @@ def train_site(
         ask: Starts a service of a configuration with overrides, and returns HR@10 of `recommend`
             for held-out events; compared with the figure by which the cascade was chosen.
         accept: Callback before the new models replace those in service; its error keeps these.
+        like: Folder of a site whose actions, tasks, features and codes keep their meaning.
+        trains_on: Whether the models in service are trained on, in fewer epochs, instead of anew.
+        tensorboard: Folder for TensorBoard, which gets the curves too.
 
     Raises:
         ConfigError: an option is wrong, or another process makes this site.
@@ -122,12 +134,21 @@ def train_site(
     """
     dataset = read_dataset(data)
     options = override(options_for(len(dataset.names), PRESETS[preset]), overrides)
-    text = train_command(data, site, preset, overrides, num_threads)
+    # a site that is like itself keeps models whose data have not changed
+    is_own = like is not None and like.resolve() == site.resolve()
+    text = train_command(data, site, preset, overrides, num_threads, None if is_own else like)
     command = _Command(text, preset, tuple(overrides))
     with SiteFolder.opened(site) as folder:
-        made_from = _digests(data, options)
-        parts = _train(folder, data, options, made_from, num_threads, console)
-        if made_from != _digests(data, options):
+        deciding = options
+        if like is not None:
+            is_set = any(text.startswith("generate.code_count") for text in overrides)
+            options = options_like(OldSite.read(like), dataset, options, is_code_count_set=is_set)
+            deciding = deciding if is_own else options
+        made_from = _digests(data, deciding)
+        with tensorboard_log(tensorboard) as also:
+            chosen = (num_threads, console, also)
+            parts = _train(folder, data, options, made_from, *chosen, trains_on=trains_on)
+        if made_from != _digests(data, deciding):
             for name in PARTS:
                 folder.discard(name)
             raise DataError(f"{data}: was changed during the training; run the command again")
@@ -142,11 +163,17 @@ def train_site(
 
 
 def train_command(
-    data: Path, site: Path, preset: str, overrides: Sequence[str], num_threads: int
+    data: Path,
+    site: Path,
+    preset: str,
+    overrides: Sequence[str],
+    num_threads: int,
+    like: Path | None = None,
 ) -> str:
     """Write the shell command that makes the same site again; arguments as in `train_site`."""
     sets = [part for text in overrides for part in ("--set", text)]
     words = ["npu-gr", "train", "all", str(data), "--out", str(site), "--preset", preset]
+    words += ["--like", str(like)] if like else []
     return shlex.join([*words, *sets, "--threads", str(num_threads)])
 
 
@@ -168,7 +195,7 @@ def _digests(data: Path, options: SiteOptions) -> dict[PartName, str]:
         name: digest(
             __version__, events, names, msgspec.json.encode(part.options(options)).decode()
         )
-        for name, part in PARTS.items()
+        for name, part in parts_of(options).items()
     }
 
 
@@ -179,21 +206,35 @@ def _train(
     made_from: dict[PartName, str],
     num_threads: int,
     console: Console,
+    also: Callable[[MetricsLine], None],
+    *,
+    trains_on: bool,
 ) -> dict[PartName, PartReport]:
-    """Train the models that cannot be reused."""
+    """Train the models that cannot be reused; `trains_on` as in `train_site`."""
     served = folder.report()
     parts: dict[PartName, PartReport] = {}
     trainings: list[Training[PartReport]] = []
-    for name in PARTS:
+    for left_out in options.without:
+        folder.discard(left_out)  # perhaps an interrupted run with it has begun
+        if (folder.place / left_out).exists():
+            console.print(
+                f"{folder.place / left_out}: no longer trained or served; delete it when no "
+                "configuration names it"
+            )
+    for name in made_from:
         staged = folder.finished(name)
         live = served.parts.get(name) if served and (folder.place / name).is_dir() else None
-        if live is not None and live.made_from == made_from[name]:
+        can_start = trains_on and live is not None and name != "vectors"  # those are counted
+        start = Start(folder.place, live.version) if live is not None and can_start else None
+        if _is_same(live, made_from[name], trains_on=trains_on):
             folder.discard(name)
             parts[name] = live
-        elif staged is not None and staged.made_from == made_from[name]:
+        elif _is_same(staged, made_from[name], trains_on=trains_on):
             parts[name] = staged
         else:
-            work = partial(train_part, name, data, options, folder.begin(name), made_from[name])
+            work = partial(
+                train_part, name, data, options, folder.begin(name), made_from[name], start
+            )
             trainings.append(Training(name, work))
             continue
         console.print(
@@ -203,19 +244,37 @@ def _train(
     def done(name: str, report: PartReport) -> None:
         folder.finish(name, report)
         parts[name] = report  # type: ignore[index]
-        console.print(f"{name}: version {report.version}, in {report.took_s:.0f} s")
+        before = f", trained on from {report.started_from}" if report.started_from else ""
+        console.print(f"{name}: version {report.version}{before}, in {report.took_s:.0f} s")
 
     if trainings:
         names = ", ".join(training.name for training in trainings)
         at_once = max(1, min(len(trainings), num_threads))
-        console.print(f"training {names}, {at_once} at a time, then choosing what recommend uses")
-        goes_on = any(folder.finished(name) is not None for name in PARTS)
+        took_s = sum(one.took_s for one in served.parts.values()) / at_once if served else 0.0
+        last = f"; the last time took about {in_words(took_s)}" if took_s else ""
+        console.print(
+            f"training {names}, {at_once} at a time: each is trained, evaluated, and trained again "
+            f"on all events; then the sources and the order of recommend are chosen{last}",
+            soft_wrap=True,
+        )
+        goes_on = any(folder.finished(name) is not None for name in made_from)
         with (
             training_progress(console) as show,
-            metrics_log(folder.place, show, goes_on=goes_on) as write,
+            metrics_log(folder.place, show, goes_on=goes_on, also=also) as write,
         ):
             side_by_side(trainings, num_threads, write, done)
-    return {name: parts[name] for name in PARTS}
+    return {name: parts[name] for name in made_from}
+
+
+def _is_same(
+    report: PartReport | None, made_from: str, *, trains_on: bool
+) -> TypeGuard[PartReport]:
+    """Whether a model can be reused; one that was trained on is not what `train all` makes."""
+    return (
+        report is not None
+        and report.made_from == made_from
+        and (trains_on or not report.started_from)
+    )
 
 
 def _finish(
@@ -244,7 +303,7 @@ def _finish(
         cascade = _compared(folder, log, options, cascade, ask)
     made = [name for name in PARTS if (folder.staged / name).exists()]
     config = folder.staged / EVALUATED_CONFIG
-    accept(TrainedSite(site, config, _staged_models(folder), log, bool(made)))
+    accept(TrainedSite(site, config, _staged_models(folder, options), log, bool(made)))
     folder.write(POPULAR, _popular(dataset, options.num_popular).encode())
     was_written = served.written.get(SERVE) if served else None
     is_changed = _is_changed(site / SERVE, was_written)
@@ -267,7 +326,8 @@ def _finish(
         cascade=cascade,
         written={SERVE: was_written or "" if is_changed else digest(configured.decode())},
     )
-    folder.write(README, readme(site, report, examples(log, dataset.names)).encode())
+    found = examples(log, dataset.names, dataset.item_features())
+    folder.write(README, readme(site, report, found).encode())
     folder.write(REPORT, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     folder.put_in_place(
         [*made, POPULAR, NEW_SERVE if is_changed else SERVE, EVALUATED_CONFIG, README, REPORT]
@@ -295,12 +355,17 @@ def _cascade(
         "generate": options.num_generated,
         "match": options.num_matched,
     }
+    unavailable = [SOURCE_OF[name] for name in options.without]
+    sources = {name: num for name, num in sources.items() if name not in unavailable}
     most = [options.selection_users, options.max_candidates]
     numbers = msgspec.json.encode([list(sources.items()), *most]).decode()
-    made_from = digest(__version__, numbers, *(part.made_from for part in parts.values()))
+    made_from = digest(
+        __version__, numbers, *(part.made_from + part.started_from for part in parts.values())
+    )
     if served is not None and served.cascade is not None and served.cascade.made_from == made_from:
         return served.cascade
-    cases = next_events(log, to_train_on(log.users, log.timestamps, "leave-one-out"))
+    known = to_train_on(log.users, log.timestamps, "leave-one-out")
+    cases = next_events(log, known, REPEATS_OF)
     excludes = hides_seen(cases)
     way = configured_way(list(sources), exclude_seen=excludes)
     usual = SiteCascade(
@@ -315,9 +380,10 @@ def _cascade(
         EVALUATED_CONFIG,
         configuration(folder.place, made_by, options, usual, is_evaluated=True).encode(),
     )
+    tested = _tested(folder)
     try:
         choice = choose_for_site(
-            path, _staged_models(folder), log, sources, options.selection_users
+            path, _staged_models(folder, options), log, sources, options.selection_users, tested
         )
     except NpuGrError as error:  # the ranker's own sources can be served all the same
         return msgspec.structs.replace(
@@ -334,7 +400,7 @@ def _cascade(
     test = NextItemTest.read(ranker, exclude_seen=excludes)
     if choice is None:
         return usual if test is None else _without_choice(usual, sources, test)
-    users = selection_cases(log, options.selection_users)
+    users = selection_cases(log, options.selection_users, tested)
     evaluates = np.flatnonzero(~choosing_half(len(choice.places)))
     return msgspec.structs.replace(
         usual,
@@ -391,21 +457,31 @@ def _seen_words(ratio: float) -> str:
     )
 
 
-def _staged_models(folder: SiteFolder) -> list[str]:
+def _staged_models(folder: SiteFolder, options: SiteOptions) -> list[str]:
     """Return the overrides of a configuration that serve the evaluated models before they move."""
     lies = _evaluated_models(folder)
-    return [
-        f"checkpoint={lies['ranker']}",
-        f"generate.checkpoint={lies['generator']}",
-        f"generate.catalogue={lies['generator'] / 'items.jsonl'}",
-        f"match.vectors={lies['vectors']}",
-    ]
+    generator = lies["generator"]
+    overrides: dict[PartName, list[str]] = {
+        "ranker": [f"checkpoint={lies['ranker']}"],
+        "generator": [
+            f"generate.checkpoint={generator}",
+            f"generate.catalogue={generator / 'items.jsonl'}",
+        ],
+        "vectors": [f"match.vectors={lies['vectors']}"],
+    }
+    return [text for name in parts_of(options) for text in overrides[name]]
 
 
 def _evaluated_models(folder: SiteFolder) -> dict[PartName, Path]:
     """Return the folders of the evaluated models, the staged ones first."""
     made = {name: folder.staged / name for name in PARTS if (folder.staged / name).exists()}
     return {name: made.get(name, folder.place / name) / EVALUATED for name in PARTS}
+
+
+def _tested(folder: SiteFolder) -> Sequence[str]:
+    """Name the users for whom the ranker's training has ranked the next items by the baselines."""
+    test = NextItemTest.read(_evaluated_models(folder)["ranker"], exclude_seen=True)
+    return () if test is None else test.users
 
 
 def _compared(
@@ -422,8 +498,8 @@ def _compared(
     """
     if cascade.hr_at_10 is None:
         return cascade
-    cases = selection_cases(log, options.selection_users)
-    found = ask(folder.staged / EVALUATED_CONFIG, _staged_models(folder), cases)
+    cases = selection_cases(log, options.selection_users, _tested(folder))
+    found = ask(folder.staged / EVALUATED_CONFIG, _staged_models(folder, options), cases)
     text = (
         f"recommend over HTTP, as configured: HR@10 {found:.3f} of {len(cases):,} held-out events"
     )

@@ -26,6 +26,12 @@ class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     total: float
     loss: float | None = None  # mean of the last batches
     hit: float | None = None  # best smooth HIT on the validation so far
+    hr_at_10: float | None = None  # of the last validation
+    events_per_s: float | None = None  # trained since the line before of this stage
+
+
+def ignore_line(line: MetricsLine) -> None:
+    """Ignore a line."""
 
 
 @contextmanager
@@ -35,6 +41,7 @@ def metrics_log(
     *,
     goes_on: bool,
     now: Callable[[], float] = time.time,
+    also: Callable[[MetricsLine], None] = ignore_line,
 ) -> Iterator[Callable[[TrainingProgress], None]]:
     """Write the progress of all trainings to a file, next to showing it; yields the callback.
 
@@ -45,20 +52,23 @@ def metrics_log(
         show: Callback that shows the progress.
         goes_on: Whether to append to the file of an interrupted run.
         now: Clock, in unix seconds.
+        also: Callback with each line that is written.
 
     Raises:
         DataError: the file cannot be written.
     """
-    written_at: dict[str, float] = {}  # by stage
+    written: dict[str, tuple[float, int]] = {}  # by stage: when, and the events until then
     try:
         with (site / METRICS).open("ab" if goes_on else "wb", buffering=0) as file:
 
             def write(step: TrainingProgress) -> None:
                 show(step)
                 at = now()
-                if at < written_at.get(step.stage, 0.0) + EVERY_S and step.done < step.total:
+                before_at, before = written.get(step.stage, (0.0, 0))
+                if at < before_at + EVERY_S and step.done < step.total:
                     return
-                written_at[step.stage] = at
+                written[step.stage] = at, step.num_events
+                num_new = step.num_events - before if before else 0
                 model, _, stage = step.stage.partition(": ")
                 line = MetricsLine(
                     at=at,
@@ -68,8 +78,11 @@ def metrics_log(
                     total=step.total,
                     loss=step.loss if step.loss == step.loss else None,
                     hit=step.hit if step.hit >= 0 else None,
+                    hr_at_10=step.hr_at_10 if step.hr_at_10 == step.hr_at_10 else None,
+                    events_per_s=num_new / (at - before_at) if num_new and at > before_at else None,
                 )
                 file.write(msgspec.json.encode(line) + b"\n")
+                also(line)
 
             yield write
     except OSError as error:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from npu_gr.dataset.files import Dataset, read_dataset
 from npu_gr.history_store.interactions import ItemValues
 from npu_gr.model.hf_files import version
-from npu_gr.model.weights import Checkpoint, save
+from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.train.data import TESTED, Split
-from npu_gr.train.generate.publish import publish
+from npu_gr.train.generate.publish import CATALOGUE, publish
 from npu_gr.train.generate.train import SPLIT, TrainedGenerator, both_codes, train_generator
+from npu_gr.train.generate.warm import GeneratorStart, GeneratorStarts, KnownItems
 from npu_gr.train.options import CONFIGURATION
+from npu_gr.train.rank.options import Task
 from npu_gr.train.rank.train import RankerCodes, train_rank
+from npu_gr.train.rank.warm import RankerStart, known_codes
+from npu_gr.train.resume import TrainingStates
 from npu_gr.train.retrieve import TrainedRetriever, train_retriever
-from npu_gr.train.site.configuration import SiteOptions
+from npu_gr.train.shared_baselines import SharedBaselines
+from npu_gr.train.site.configuration import PartName, SiteOptions
 from npu_gr.train.site.report import (
     Figure,
     PartReport,
@@ -33,7 +41,6 @@ from npu_gr.train.steps import TrainingProgress
 from npu_gr.vector_search.vectors import save as save_vectors
 
 EVALUATED = "evaluated"  # subfolder of a model's folder, for the evaluated model
-PartName = Literal["ranker", "generator", "vectors"]
 Show = Callable[[TrainingProgress], None]
 
 
@@ -43,17 +50,36 @@ class _Trained(NamedTuple):
     figures: tuple[Figure, ...]
     warning: str
     words: tuple[str, ...] = ()
+    tasks: tuple[Task, ...] = ()
+    code_count: tuple[int, ...] = ()
+
+
+class Start(NamedTuple):
+    """A model to train on with new events, in `WARM_EPOCHS` of the epochs."""
+
+    site: Path  # folder of the site
+    version: str  # of the model
+
+
+WARM_EPOCHS = 0.25  # share of the epochs of a training from random weights
 
 
 class Part(NamedTuple):
     """One model of a site."""
 
     options: Callable[[SiteOptions], object]  # the options that decide the model
-    train: Callable[[Dataset, SiteOptions, Path, Show], _Trained]  # trains it, and writes a folder
+    # trains it, and writes a folder
+    train: Callable[[Dataset, SiteOptions, Path, Show, TrainingStates, Path | None], _Trained]
 
 
 def train_part(
-    name: PartName, data: Path, options: SiteOptions, folder: Path, made_from: str, show: Show
+    name: PartName,
+    data: Path,
+    options: SiteOptions,
+    folder: Path,
+    made_from: str,
+    start: Start | None,
+    show: Show,
 ) -> PartReport:
     """Train one model of a site.
 
@@ -63,6 +89,7 @@ def train_part(
         options: Options of the site.
         folder: Folder to write the model to.
         made_from: Digest of everything that decides the model.
+        start: Model to train on; None = train from random weights.
         show: Callback with the progress.
 
     Raises:
@@ -72,7 +99,10 @@ def train_part(
     began_at = time.perf_counter()
     dataset = read_dataset(data)
     dataset.names.save(folder)  # first, because a version covers all files of the folder
-    trained = PARTS[name].train(dataset, options, folder, show)
+    states = TrainingStates(folder.with_name(f"{name}.states"), f"{made_from} {start}")
+    place = None if start is None else start.site
+    trained = PARTS[name].train(dataset, options, folder, show, states, place)
+    states.remove()
     return PartReport(
         made_from=made_from,
         version=trained.version,
@@ -82,10 +112,20 @@ def train_part(
         figures=trained.figures,
         words=trained.words,
         warning=trained.warning,
+        started_from="" if start is None else start.version,
+        tasks=trained.tasks,
+        code_count=trained.code_count,
     )
 
 
-def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+def _ranker(
+    dataset: Dataset,
+    options: SiteOptions,
+    folder: Path,
+    show: Show,
+    states: TrainingStates,
+    site: Path | None,
+) -> _Trained:
     def keep(checkpoint: Checkpoint) -> None:
         dataset.names.save(folder / EVALUATED)
         save(checkpoint, folder / EVALUATED)
@@ -93,8 +133,22 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
     interactions, features = dataset.interactions(), dataset.item_features()
     # Codes come from co-occurrence, which a new item does not have. With item features, the ranker
     # predicts new items better without codes: see docs/history/README.md.
-    codes = None if features else RankerCodes(*both_codes(interactions, features, options.generate))
-    checkpoint, found = train_rank(interactions, features, options.rank, show, keep, codes)
+    codes: RankerCodes | None = None
+    start: RankerStart | None = None
+    own = options.rank
+    if site is not None:
+        own = msgspec.structs.replace(own, epochs=_warm(own.epochs))
+        ranker = site / "ranker"
+        start = RankerStart(load(ranker / EVALUATED), load(ranker))
+    if not features:
+        known: tuple[KnownItems | None, KnownItems | None] = (None, None)
+        if start is not None:
+            known = known_codes(start.evaluated), known_codes(start.served)
+        codes = RankerCodes(*both_codes(interactions, features, options.generate, known))
+    rank = SharedBaselines(folder.parent)
+    checkpoint, found = train_rank(
+        interactions, features, own, show, keep, codes, states, start, rank
+    )
     what = (
         f"AUC of {found.num_evaluated:,} later events, HR and NDCG of the next item of "
         f"{found.num_next:,} users"
@@ -103,37 +157,78 @@ def _ranker(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) ->
     made = save(checkpoint, folder)
     keep_ranks(found, interactions.user_names, folder / EVALUATED)
     return _Trained(
-        made, measured_on, ranker_figures(found), warning_of_ranker(found), ranker_words(found)
+        made,
+        measured_on,
+        ranker_figures(found),
+        warning_of_ranker(found),
+        ranker_words(found),
+        found.chosen_tasks,
     )
 
 
-def _generator(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+def _generator(
+    dataset: Dataset,
+    options: SiteOptions,
+    folder: Path,
+    show: Show,
+    states: TrainingStates,
+    site: Path | None,
+) -> _Trained:
     features = dataset.item_features()
 
     def keep(trained: TrainedGenerator) -> None:
         dataset.names.save(folder / EVALUATED)
         _publish(trained, features, options, folder / EVALUATED)
 
-    trained = train_generator(dataset.interactions(), features, options.generate, None, show, keep)
+    own, start = options.generate, None
+    if site is not None:
+        epochs = _warm(own.epochs)
+        every = min(own.validate_every, epochs)
+        own = msgspec.structs.replace(own, epochs=epochs, validate_every=every)
+        folders = site / "generator" / EVALUATED, site / "generator"
+        start = GeneratorStarts(*(GeneratorStart.read(one, CATALOGUE) for one in folders))
+    rank = SharedBaselines(folder.parent)
+    trained = train_generator(
+        dataset.interactions(), features, own, None, show, keep, states, start, rank
+    )
     _publish(trained, features, options, folder)
     report = trained.report
     what = f"of {report.own.num_users:,} users"
     measured_on = _stands(SPLIT, report.num_trained, what)
     return _Trained(
-        version(folder), measured_on, generator_figures(report), warning_of(report.comparison())
+        version(folder),
+        measured_on,
+        generator_figures(report),
+        warning_of(report.comparison()),
+        code_count=own.code_count,
     )
 
 
-def _vectors(dataset: Dataset, options: SiteOptions, folder: Path, show: Show) -> _Trained:
+def _vectors(
+    dataset: Dataset,
+    options: SiteOptions,
+    folder: Path,
+    show: Show,
+    _states: TrainingStates,
+    _site: Path | None,
+) -> _Trained:
     def keep(trained: TrainedRetriever) -> None:
         dataset.names.save(folder / EVALUATED)
         save_vectors(trained.vectors, folder / EVALUATED)
 
-    trained = train_retriever(dataset.interactions(), options.retrieve, show, evaluated=keep)
+    rank = SharedBaselines(folder.parent)
+    trained = train_retriever(
+        dataset.interactions(), options.retrieve, show, evaluated=keep, rank=rank
+    )
     report = trained.report
     measured_on = _stands(SPLIT, report.num_trained, f"of {report.own.num_users:,} users")
     made = save_vectors(trained.vectors, folder)
     return _Trained(made, measured_on, vectors_figures(report), warning_of(report.comparison()))
+
+
+def _warm(epochs: int) -> int:
+    """Compute the epochs of a training that goes on from an earlier model."""
+    return math.ceil(epochs * WARM_EPOCHS)
 
 
 def _publish(
@@ -159,3 +254,8 @@ PARTS: dict[PartName, Part] = {
     "vectors": Part(lambda options: options.retrieve, _vectors),
 }
 """The models, the one with the longest training first."""
+
+
+def parts_of(options: SiteOptions) -> dict[PartName, Part]:
+    """Return the models that a site has: all but those that it does without."""
+    return {name: part for name, part in PARTS.items() if name not in options.without}

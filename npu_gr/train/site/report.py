@@ -8,15 +8,17 @@ from typing import TypeVar
 import msgspec
 from rich.table import Table
 
+from npu_gr.core.progress import in_words
 from npu_gr.core.request import OrderName, SourceName
 from npu_gr.train.baselines import Markov
 from npu_gr.train.next_item import BaselineComparison, RetrievalFigures, RetrievalReport
 from npu_gr.train.rank.blend_choice import better_source_warnings
 from npu_gr.train.rank.evaluate import Evaluation, RankingFigures
+from npu_gr.train.rank.options import Task
 from npu_gr.train.site.verdict import SiteVerdict
 
 _UNSEEN = {"hr_at_10_unseen": "HR@10 unseen", "ndcg_at_10_unseen": "NDCG@10 unseen"}
-_SOURCE_OF: dict[str, SourceName] = {"generator": "generate", "vectors": "match"}
+SOURCE_OF: dict[str, SourceName] = {"generator": "generate", "vectors": "match"}
 _ALL_ITEMS = {"hr_at_10": "HR@10", "ndcg_at_10": "NDCG@10"}
 
 F = TypeVar("F", RankingFigures, RetrievalFigures)
@@ -41,6 +43,9 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     took_s: float
     figures: tuple[Figure, ...]
     words: tuple[str, ...] = ()  # differences to baselines with intervals, a sentence each
+    started_from: str = ""  # version of the model that was trained on; "" = random weights
+    tasks: tuple[Task, ...] = ()  # of the ranker
+    code_count: tuple[int, ...] = ()  # of the generator: codes of each level
     warning: str = ""  # set if the model is not better than a baseline, or than a part of it
 
 
@@ -107,7 +112,20 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
     def words(self) -> list[str]:
         """Compare the models with the baselines, and explain the choice of the cascade."""
         own = [line for part in self.parts.values() for line in part.words]
-        return [*own, *(self.cascade.words if self.cascade else ())]
+        return [*own, *(self.cascade.words if self.cascade else ()), *self._unused()]
+
+    def _unused(self) -> list[str]:
+        """Say what the models took that a chosen cascade does not use, and how to save that."""
+        if self.cascade is None or self.cascade.hr_at_10 is None:
+            return []
+        return [
+            f"recommend does not use the {name}, whose training took "
+            f"{in_words(self.parts[name].took_s)}. If nothing else asks for POST /v1/{source}, add "
+            f"--without {name} to the command: no other model is trained again, and npu-gr nightly "
+            f"does without the {name}, too"
+            for name, source in SOURCE_OF.items()
+            if name in self.parts and source not in self.cascade.sources
+        ]
 
     def warnings(self) -> list[str]:
         """List the warnings of models that are not shown to be better than a baseline.
@@ -120,7 +138,7 @@ class SiteReport(msgspec.Struct, frozen=True, kw_only=True):
         unused = [
             name
             for name in weak
-            if used is not None and name in _SOURCE_OF and _SOURCE_OF[name] not in used
+            if used is not None and name in SOURCE_OF and SOURCE_OF[name] not in used
         ]
         if self.verdict is not None and self.verdict.is_better:
             names = " and ".join(weak)
@@ -151,10 +169,13 @@ def warning_of_ranker(found: Evaluation) -> str:
 
 
 def ranker_words(found: Evaluation) -> tuple[str, ...]:
-    """Compare the ranker with the strongest baseline and with Markov counts, a sentence each."""
+    """Compare the ranker with the strongest baseline and with Markov counts, a sentence each.
+
+    Then say how well it predicts what users do, and what `train all` chose or left out.
+    """
     comparisons = filter(None, (found.comparison(), found.compared_with(Markov.name)))
     rows = {each.baseline: each.differences for each in comparisons}
-    return tuple(
+    compared = (
         f"ranker against {name}: "
         + ", ".join(
             f"{figure} {gap.mean:+.4f} (95 %: {gap.low:+.4f} to {gap.high:+.4f})"
@@ -162,6 +183,8 @@ def ranker_words(found: Evaluation) -> tuple[str, ...]:
         )
         for name, gaps in rows.items()
     )
+    labels = "; ".join(line.strip() for line in found.about_labels())
+    return (*compared, *(f"ranker: {text}" for text in (*found.notes, labels) if text))
 
 
 def ranker_figures(found: Evaluation) -> tuple[Figure, ...]:

@@ -30,6 +30,7 @@ from npu_gr.train.rank.evaluate import Evaluation
 RANKS = "ranks.npz"  # in the folder of the evaluated ranker
 RANKER = "ranker"
 LEAST_USERS = 20  # an interval of fewer says nothing
+FEW_USERS = 200  # a verdict of fewer says how little it knows
 
 
 class SiteVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,8 +132,9 @@ def _compared(ours: F64, test: NextItemTest, rows: I64, what: str) -> SiteVerdic
     theirs = test.ranks[name][rows]
     gap = difference_of_users(ndcg_of_each(ours, TOP), ndcg_of_each(theirs, TOP))
     by_hit = difference_of_users(hits(ours, TOP), hits(theirs, TOP))
+    few = len(ours) < FEW_USERS
     words = (
-        f"serve this: {what} is better than {name}, the strongest baseline"
+        f"serve this{' for now' * few}: {what} is better than {name}, the strongest baseline"
         if gap.low > 0
         else f"do not serve this: {name} is better than {what}"
         if gap.high < 0
@@ -141,7 +143,8 @@ def _compared(ours: F64, test: NextItemTest, rows: I64, what: str) -> SiteVerdic
     return SiteVerdict(
         text=f"Verdict: {words}. HR@{TOP} {hit_ratio(ours, TOP):.3f} against "
         f"{hit_ratio(theirs, TOP):.3f} ({_interval(by_hit)}), NDCG@{TOP} {ndcg(ours, TOP):.3f} "
-        f"against {ndcg(theirs, TOP):.3f} ({_interval(gap)}) for {len(ours):,} held-out users.",
+        f"against {ndcg(theirs, TOP):.3f} ({_interval(gap)}) for {len(ours):,} held-out users"
+        + (", too few to be sure: compare again with more users." if few else "."),
         baseline=name,
         mean=gap.mean,
         low=gap.low,
@@ -150,4 +153,4 @@ def _compared(ours: F64, test: NextItemTest, rows: I64, what: str) -> SiteVerdic
 
 
 def _interval(gap: Difference) -> str:
-    return f"{gap.mean:+.3f} [{gap.low:+.3f}, {gap.high:+.3f}]"
+    return f"{gap.mean:+.3f}, 95 % interval {gap.low:+.3f} to {gap.high:+.3f}"

@@ -281,7 +281,8 @@ def test_an_item_of_the_newest_events_alone_is_generated_after_the_refit() -> No
     events = dataclasses.replace(events, items=items)
     places = []
     for refit in (False, True):
-        found = train_generator(events, [], msgspec.structs.replace(TINY, refit=refit))
+        options = msgspec.structs.replace(TINY, refit=refit, epochs=6, validate_every=3)
+        found = train_generator(events, [], options)
         log = found.log if refit else build_log(events, [], "leave-one-out")
         ends = [NextItem(user, int(log.starts[user + 1]) - 1) for user in range(log.num_users)]
         evaluate = GeneratorEvaluator(found.codes, log.item_ids, TINY.history_items, 50)

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 
 from npu_gr.train.match.domains import Domains, MatchData, read_domains, split
 from npu_gr.train.match.train import MatchOptions
@@ -45,7 +44,6 @@ def write(folder: Path, seed: int = 0) -> tuple[Path, Path]:
 
 
 def domains(folder: Path, seed: int = 0) -> Domains:
-    torch.set_num_threads(1)
     return read_domains(*write(folder, seed))
 
 

@@ -20,6 +20,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"activation": "u", "residual": "concat", "norm": "group"},
     {"positions": "start", "num_layers": 1},
     {"relative_bias": "none"},
+    {"attention_window_tokens": 7, "attention_first_tokens": 3},
 ]
 
 

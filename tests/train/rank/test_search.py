@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,7 +14,17 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.data import NextItem, build_log
 from npu_gr.train.metrics import F64
-from npu_gr.train.rank.fit import BEHIND, Fitted, GivesUp, changes, new_model, search
+from npu_gr.train.rank import train as module
+from npu_gr.train.rank.fit import (
+    BEHIND,
+    Fitted,
+    GivesUp,
+    SearchedOptions,
+    Train,
+    changes,
+    new_model,
+    search,
+)
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.losses import event_likelihood, next_item_likelihood
 from npu_gr.train.rank.options import LIKE, NEXT, TrainOptions, make_labels
@@ -22,6 +33,7 @@ from tests.train.rank.test_blend import answer
 from tests.train.rank.test_train import TINY
 from tests.train.synthetic import NUM_ITEMS, planted
 
+Evaluate = Callable[[Fitted], F64]
 ASKED = TrainOptions(epochs=4, budget_s=100.0)
 
 
@@ -132,7 +144,7 @@ def test_the_likelihood_is_that_of_the_definition() -> None:
     model.items.freeze()
     labels = make_labels(log, (NEXT, LIKE))
     targets = [log.next_items()[4], NextItem(7, int(log.starts[7]) + 2)]
-    found = next_item_likelihood(LogInputs(log, model), model, targets)
+    found = next_item_likelihood(LogInputs(log, model), model, targets).log_probabilities
     both = event_likelihood(LogInputs(log, model), model, targets, labels)
 
     for place, target in enumerate(targets):
@@ -152,12 +164,55 @@ def test_the_likelihood_is_that_of_the_definition() -> None:
         )
 
 
-def test_a_search_ends_in_a_ranker_that_says_what_it_tried() -> None:
-    _, found = train_rank(planted(), [], msgspec.structs.replace(TINY, budget_s=1e-3))
+def test_what_ranks_better_but_makes_the_labels_less_likely_is_not_kept() -> None:
+    for loss, want in ((0.0, {"dropout": 0.15}), (0.1, {})):
+        trainings = Trainings(lambda options: 0.1 * (options.dropout < 0.2))
+        worse = {2: loss}  # of the second trial, which has less dropout
+        found = search(
+            ASKED,
+            trainings.train,
+            trainings.evaluate,
+            lambda: 0.0,
+            likes=lambda fitted, worse=worse: np.full(9, -worse.get(fitted.num_epochs, 0.0)),  # type: ignore[misc]
+        )
+        assert found.changes == want
+
+
+def test_a_search_of_a_large_catalogue_compares_by_what_its_epochs_are_chosen_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluated: list[tuple[Fitted, F64]] = []
+
+    def spied(
+        options: TrainOptions, train: Train, evaluate: Evaluate, **of: Any
+    ) -> SearchedOptions:
+        found = search(options, train, evaluate, **of)
+        evaluated.append((found.fitted, evaluate(found.fitted)))
+        return found
+
+    monkeypatch.setattr(module, "search", spied)
+    options = msgspec.structs.replace(TINY, budget_s=1e-3, max_softmax_items=NUM_ITEMS - 1)
+    _, found = train_rank(planted(), [], options)
     assert "best of 1 settings tried: the given options" in found.text()
+    [(fitted, scores)] = evaluated
+    assert np.log(scores.mean()) == pytest.approx(fitted.curve[fitted.num_epochs - 1], abs=1e-6)
+    assert np.rint(1 / scores) == pytest.approx(1 / scores)
 
 
 def test_without_a_validation_there_is_nothing_to_search_on() -> None:
     options = msgspec.structs.replace(TINY, budget_s=1.0, tasks=(LIKE,))
     with pytest.raises(ConfigError, match="budget_s: no user has two trained events"):
         train_rank(planted(), [], options)
+
+
+def test_mf_score_is_chosen_by_the_labels_of_two_short_trainings() -> None:
+    asked = msgspec.structs.replace(ASKED, budget_s=0.0, epochs=16, choose_mf_score=True)
+    for gain, want in ((0.5, {"computed": ("mf_score",)}), (-0.5, {})):
+        trainings = Trainings(lambda options, gain=gain: gain * ("mf_score" in options.computed))  # type: ignore[misc]
+        found = search(asked, trainings.train, trainings.evaluate, likes=trainings.evaluate)
+        assert found.changes == want
+        assert [one.epochs for one in trainings.tried] == [4, 4, 16]
+        assert found.options == msgspec.structs.replace(asked, **want)
+    trainings = Trainings(lambda options: 1.0)
+    search(asked, trainings.train, trainings.evaluate)  # no labels: nothing to choose by
+    assert len(trainings.tried) == 1

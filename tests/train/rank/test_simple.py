@@ -35,8 +35,8 @@ def log() -> InteractionLog:
 
 @pytest.fixture(scope="module")
 def knn(log: InteractionLog) -> LinearBaseline:
-    found = fit_baselines(log, "leave-one-out", 0).item_knn
-    assert found is not None
+    found = {one.name: one for one in fit_baselines(log, "leave-one-out", 0)}["ItemKNN"]
+    assert isinstance(found, LinearBaseline)
     return found
 
 

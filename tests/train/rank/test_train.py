@@ -23,11 +23,13 @@ from npu_gr.model.weights import load, save
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.metrics import Difference
 from npu_gr.train.rank import blend_choice as module
+from npu_gr.train.rank import fit
 from npu_gr.train.rank.blend import ItemList, count_transitions
 from npu_gr.train.rank.evaluate import evaluated_logits
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.item_similarity import KINDS
-from npu_gr.train.rank.options import Task, TrainOptions
+from npu_gr.train.rank.losses import NextItemLikelihood, hold_out
+from npu_gr.train.rank.options import NEXT, Task, TrainOptions
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.site.report import warning_of_ranker
 from npu_gr.train.steps import TrainingProgress
@@ -57,6 +59,32 @@ def test_the_ranker_learns_the_rule_and_the_users() -> None:
     for row in (found.ranker, *found.parts):
         assert row.hr_at_10 > popularity.hr_at_10 + 0.3, row
     assert found.ranker.auc > 0.8
+
+
+@pytest.mark.parametrize(("max_softmax_items", "best"), [(1, 2), (NUM_ITEMS, 1)])
+def test_of_a_large_catalogue_the_epoch_that_ranks_best_is_kept_not_the_likeliest(
+    monkeypatch: pytest.MonkeyPatch, max_softmax_items: int, best: int
+) -> None:
+    ranks = [9.0, 1.0, 5.0, 5.0, 0.0]  # of each epoch; patience ends before the last
+    validations: list[NextItemLikelihood] = []
+
+    def validated(_inputs: Any, _model: Any, targets: Sequence[NextItem]) -> NextItemLikelihood:
+        epoch = len(validations)
+        one = np.ones(len(targets))
+        validations.append(NextItemLikelihood(-(1.0 + epoch) * one, ranks[epoch] * one))
+        return validations[-1]
+
+    monkeypatch.setattr(fit, "next_item_likelihood", validated)
+    log = build_log(planted(), [], "leave-one-out")
+    options = msgspec.structs.replace(
+        TINY, epochs=5, patience=2, max_softmax_items=max_softmax_items
+    )
+    held_out = hold_out(log, options)
+    found = fit.fit(held_out.log, [], (NEXT,), options, held_out.targets, "test", lambda _: None)
+    assert found.num_epochs == best
+    by_rank = [-math.log(1 + rank) for rank in ranks]
+    curve = [-1.0, -2.0, -3.0] if best == 1 else by_rank[:4]
+    assert found.curve == pytest.approx(curve)
 
 
 def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not() -> None:

@@ -14,15 +14,20 @@ import yaml
 from rich.console import Console
 
 from npu_gr.core.errors import ConfigError, DataError
-from npu_gr.dataset.build import prepare
+from npu_gr.dataset.build import add, prepare
+from npu_gr.dataset.files import read_dataset
+from npu_gr.dataset.options import PrepareOptions
 from npu_gr.service.config import load
 from npu_gr.train.cascade import CascadeChoice, CascadeWay
 from npu_gr.train.options import list_options
+from npu_gr.train.rank.options import LIKE, NEXT
 from npu_gr.train.site import make
-from npu_gr.train.site.configuration import PRESETS, options_for
+from npu_gr.train.site.configuration import PRESETS, SiteOptions, options_for
+from npu_gr.train.site.like import _code_count
 from npu_gr.train.site.parts import PARTS
 from npu_gr.train.site.report import Figure, PartReport
 from npu_gr.train.site.side_by_side import Training
+from npu_gr.train.site.verdict import NextItemTest
 from tests.serving import write_checkpoint
 
 OWN_SOURCES = {"shared_encoder": 200, "transitions": 100, "neighbours": 100}
@@ -34,8 +39,10 @@ class Trainings:
 
     def __init__(self) -> None:
         self.trained: list[str] = []
+        self.options: list[SiteOptions] = []  # of each training
         self.before: Callable[[str], None] = lambda _: None  # may fail
         self.chose_over: list[list[str | None]] = []
+        self.tested: Sequence[str] = ()  # users who were to choose first
         self.choice: CascadeChoice | None = None
 
     def side_by_side(
@@ -43,9 +50,10 @@ class Trainings:
     ) -> None:
         for job in jobs:
             self.before(job.name)
-            name, _, _, folder, made_from = job.work.args  # type: ignore[attr-defined]
+            name, data, options, folder, made_from, start = job.work.args  # type: ignore[attr-defined]
             self.trained.append(name)
-            write_checkpoint(folder)
+            self.options.append(options)
+            write_checkpoint(folder, actions=read_dataset(data).action_names)
             (folder / "number").write_text(str(len(self.trained)))
             report = PartReport(
                 made_from=made_from,
@@ -55,13 +63,23 @@ class Trainings:
                 took_s=1.0,
                 figures=FIGURES,
                 warning="WARNING: no better" if name == "ranker" else "",
+                started_from=start.version if start else "",
+                tasks=(NEXT, LIKE) if name == "ranker" else (),
+                code_count=options.generate.code_count,
             )
             done(name, report)
 
     def choose(
-        self, path: Path, overrides: Sequence[str], _log: Any, sources: Any, _users: int
+        self,
+        path: Path,
+        overrides: Sequence[str],
+        _log: Any,
+        sources: Any,
+        _users: int,
+        tested: Any,
     ) -> CascadeChoice | None:
         self.chose_over.append([load(path, overrides).checkpoint, *sources])
+        self.tested = tested
         return self.choice
 
 
@@ -86,10 +104,15 @@ def dataset(folder: Path, num_users: int = 4) -> Path:
     return folder / "site" / "data"
 
 
-def run(folder: Path, *overrides: str) -> str:
+def run(folder: Path, *overrides: str, **more: Any) -> str:
     text = io.StringIO()
     make.train_site(
-        folder / "site" / "data", folder / "site", overrides, 2, Console(file=text, width=200)
+        folder / "site" / "data",
+        folder / "site",
+        overrides,
+        2,
+        Console(file=text, width=200),
+        **more,
     )
     return text.getvalue()
 
@@ -296,6 +319,54 @@ def test_what_is_made_of_the_same_is_not_made_again(tmp_path: Path, trainings: T
     assert len(trainings.trained) == 2 * len(PARTS) + 1
 
 
+def test_a_model_that_does_not_earn_its_training_is_named_and_left_out(
+    tmp_path: Path, trainings: Trainings
+) -> None:
+    dataset(tmp_path)
+    site = tmp_path / "site"
+    trainings.choice = CascadeChoice(
+        CascadeWay(("shared_encoder", "match"), "fused"), [], [], 5, hr_of_all=0.5
+    )
+    said = run(tmp_path)
+    assert "recommend does not use the generator, whose training took 1 s" in said
+    assert "--without generator" in said
+    assert "recommend does not use the vectors" not in said
+    said = run(tmp_path, "without=[generator]")
+    assert trainings.trained == [*PARTS], "nothing is trained again"
+    assert f"{site / 'generator'}: no longer trained or served" in said
+    assert "recommend does not use the generator" not in said
+    assert "generate" not in trainings.chose_over[-1]
+    for name in ("serve.yaml", "evaluated.yaml"):
+        config = load(site / name)
+        assert config.generate is None
+        assert config.match is not None
+    assert "generator" not in json.loads((site / "report.json").read_text())["parts"]
+    assert "`generator/`" not in (site / "README.md").read_text()
+    trainings.choice = None
+    run(tmp_path, "without=[generator, vectors]", "rank.epochs=3")
+    assert trainings.trained[len(PARTS) :] == ["ranker"]
+    assert load(site / "serve.yaml").match is None
+    run(tmp_path, "rank.epochs=3")
+    assert trainings.trained[len(PARTS) + 1 :] == ["generator", "vectors"]
+
+
+def test_what_an_interrupted_run_made_of_a_model_is_dropped_with_it(
+    tmp_path: Path, trainings: Trainings
+) -> None:
+    dataset(tmp_path)
+
+    def fail(name: str) -> None:
+        if name != "generator":
+            raise DataError("no disk")
+
+    trainings.before = fail
+    with pytest.raises(DataError, match="no disk"):
+        run(tmp_path)
+    trainings.before = lambda _: None
+    run(tmp_path, "without=[generator]")
+    assert not (tmp_path / "site" / "generator").exists()
+
+
 def test_a_failure_leaves_the_old_site_and_what_was_finished(
     tmp_path: Path, trainings: Trainings
 ) -> None:
@@ -384,3 +455,74 @@ def test_options_of_every_model_are_listed_in_their_sections() -> None:
         assert keys[f"{section}.seed"]
         assert section not in keys
     assert keys["num_popular"][:3] == ["popular", "items", "to"]
+
+
+def test_a_site_like_another_keeps_its_tasks_and_its_actions(
+    tmp_path: Path, trainings: Trainings
+) -> None:
+    dataset(tmp_path)
+    run(tmp_path)
+    day = tmp_path / "day"
+    day.mkdir()
+    rows = [f"v{user},C{item},{1 + item % 3},18000000{item}" for user in "ab" for item in range(9)]
+    (day / "log.csv").write_text("\n".join(["user,item,rating,time", *rows]))
+    like = PrepareOptions(like=str(tmp_path / "site" / "data"))
+    prepare(day / "log.csv", day / "site" / "data", like)
+    run(day, like=tmp_path / "site")
+    assert {one.rank.tasks for one in trainings.options[3:]} == {(NEXT, LIKE)}
+    assert f"--like {tmp_path / 'site'}" in (day / "site" / "README.md").read_text()
+    # of other ratings, the actions would get other numbers
+    (day / "log.csv").write_text("\n".join(["user,item,rating,time", "a,B,0,1800000000", *rows]))
+    prepare(day / "log.csv", day / "site" / "data", like)
+    with pytest.raises(ConfigError, match=r"has other actions: action 0 is '1' there.*--like"):
+        run(day, like=tmp_path / "site")
+    prepare(tmp_path / "log.csv", tmp_path / "other" / "site" / "data")
+    assert run(tmp_path / "other", like=tmp_path / "site")
+    with pytest.raises(ConfigError, match="no site of `npu-gr train all`"):
+        run(day, like=tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("was", "num_items", "want"),
+    [
+        ((64, 64), 500, (64, 64)),
+        ((64, 64), 3000, (128, 128)),  # room is left to few, but the levels stay
+        ((256, 256), 60_000, (256, 256)),  # full, but the levels stay
+        ((256, 256), 70_000, (256, 256, 256)),
+        ((256, 256, 256), 500, (256, 256, 256)),
+        ((), 500, (64, 64)),  # an older version has not said it
+    ],
+)
+def test_the_levels_of_codes_stay_as_long_as_they_can(
+    was: tuple[int, ...], num_items: int, want: tuple[int, ...]
+) -> None:
+    chosen = options_for(num_items).generate.code_count
+    assert _code_count(was, chosen, num_items) == want
+
+
+def test_models_that_are_trained_on_are_not_those_of_train_all(
+    tmp_path: Path, trainings: Trainings
+) -> None:
+    data = dataset(tmp_path)
+    run(tmp_path)
+    (tmp_path / "day.csv").write_text("user,item,rating,time\nu'0,B08,2,1800000001\n")
+    add(tmp_path / "day.csv", data)
+    text = run(tmp_path, like=tmp_path / "site", trains_on=True)
+    assert "ranker: version v, trained on from v, in 1 s" in text
+    assert "vectors: version v, in 1 s" in text
+    run(tmp_path, like=tmp_path / "site", trains_on=True)
+    assert len(trainings.trained) == 6, "of the same events nothing is trained on"
+    text = run(tmp_path)
+    assert trainings.trained[6:] == ["generator", "ranker"]
+    assert "trained on from" not in text
+
+
+def test_users_whom_the_baselines_ranked_are_to_choose(
+    tmp_path: Path, trainings: Trainings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a log of many users, few others would have ranks of baselines to be compared with."""
+    test = NextItemTest(users=["u'3"], ranks={})
+    monkeypatch.setattr(NextItemTest, "read", lambda *_, exclude_seen: test)
+    dataset(tmp_path)
+    run(tmp_path)
+    assert trainings.tested == ["u'3"]

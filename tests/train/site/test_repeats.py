@@ -20,6 +20,7 @@ from npu_gr.model.weights import save
 from npu_gr.train.baselines import OwnHistory
 from npu_gr.train.cascade import repeat_ratio
 from npu_gr.train.metrics import difference_of_users, hits
+from npu_gr.train.rank import blend_choice
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.site import choose
 from tests.serving import serving
@@ -66,6 +67,7 @@ async def test_what_is_reported_is_what_a_bare_call_answers(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "EVALUATED_USERS", 8)
+    monkeypatch.setattr(blend_choice, "FOLDS", 2)
     log = log_of(share)
     options = msgspec.structs.replace(TINY, test_users=1000)
     checkpoint, found = train_rank(log, [], options)
@@ -96,7 +98,8 @@ async def test_what_is_reported_is_what_a_bare_call_answers(
         for case in cases:
             body = case.body("default") | {"timestamp": case.happened_at}
             answer = await client.post("/v1/recommend", json=body)
-            items = answered_ids((await answer.json())["items"]).tolist()[:10]
+            named = [one["item"] for one in (await answer.json())["items"]]
+            items = answered_ids(named).tolist()[:10]
             ranks.append(items.index(case.target) if case.target in items else np.inf)
     served = hits(np.array(ranks), 10)
     assert served.mean() == pytest.approx(choice.hr_of_all)

@@ -7,9 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from npu_gr.train.cascade import MISSED, CascadeWay, NextEventCase, choose_way
+from npu_gr.train.cascade import (
+    EVALUATED_USERS,
+    MISSED,
+    CascadeWay,
+    NextEventCase,
+    choose_way,
+)
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.train import train_rank
+from npu_gr.train.site.choose import selection_cases
 from npu_gr.train.site.make import _without_choice
 from npu_gr.train.site.report import SiteCascade
 from npu_gr.train.site.verdict import (
@@ -49,6 +56,17 @@ def ranks_of(**shares: float) -> NextItemTest:
     return NextItemTest(users=USERS, ranks={name: found(share) for name, share in shares.items()})
 
 
+def test_users_whom_the_baselines_ranked_choose_and_evaluate_first() -> None:
+    log = planted(num_users=EVALUATED_USERS + 40, num_events=3)
+    others = [case.user for case in selection_cases(log, 1000)]
+    assert len(others) == 40
+    tested = others[-9:]
+    assert [case.user for case in selection_cases(log, 9, tested)] == tested
+    assert [case.user for case in selection_cases(log, 12, tested)] == others[:3] + tested
+    demo = [name for name in log.user_names if name not in others]  # never these
+    assert not {case.user for case in selection_cases(log, 1000, demo)} & set(demo)
+
+
 def test_the_verdict_names_the_strongest_baseline_of_the_same_users() -> None:
     test = ranks_of(ranker=0.9, popularity=0.1, PureSVD=0.3)
     better = verdict_of(cases(), found(0.5), test)
@@ -64,12 +82,22 @@ def test_the_verdict_names_the_strongest_baseline_of_the_same_users() -> None:
     assert not same.is_better
     assert "recommend is not shown to be better than PureSVD" in same.text
     assert all("\n" not in one.text for one in (better, worse, same))
+    assert all("too few" not in one.text for one in (better, worse, same))
     # the first users alone, for whom popularity is the best
     few = NextItemTest(users=USERS, ranks={"popularity": found(0.2)[::-1], "PureSVD": found(0.3)})
     last = list(range(NUM_USERS - 20, NUM_USERS))
     assert (
         verdict_of([cases()[user] for user in last], found(0.0)[last], few).baseline == "popularity"
     )
+
+
+def test_a_verdict_of_few_users_is_not_certain_and_has_its_interval() -> None:
+    test = ranks_of(ranker=0.9, popularity=0.1)
+    few = verdict_of(cases()[:50], found(1.0)[:50], test)
+    assert few.is_better
+    assert few.text.startswith("Verdict: serve this for now: recommend is better than popularity")
+    told = f"95 % interval {few.low:+.3f} to {few.high:+.3f}) for 50 held-out users, too few to"
+    assert told in few.text
 
 
 def test_of_too_few_users_there_is_no_verdict() -> None:
