@@ -58,6 +58,7 @@ from npu_gr.server.schemas.fields import (
 )
 from npu_gr.server.schemas.generate import GenerateBody, GenerateOut
 from npu_gr.server.schemas.ingest import INGEST_BYTES, MOST_USERS, IngestOut, UserWritten
+from npu_gr.server.schemas.lookups import FoundItemsOut, UserOut
 from npu_gr.server.schemas.match import MatchBody, MatchOut
 from npu_gr.server.schemas.media import JSON, MSGPACK
 from npu_gr.server.schemas.rank import RankBody
@@ -373,6 +374,7 @@ class AsyncClient(_Calls):
             order=order,
             features=feature_body(features, RequestFeatures),
             fields=list(fields),
+            format="columns",
             model_version=model_version,
         )
         return found(await self._ask(RECOMMEND.path, body, timeout_s), RecommendOut)
@@ -509,14 +511,82 @@ class AsyncClient(_Calls):
             Stores that still hold data and erase it later; usually empty.
         """
         tenant = self.tenant if tenant is None else tenant
-        # encode dots: the user id ".." must not become a path segment
-        path = ERASE.path.replace("{user_id}", quote(str(user), safe="").replace(".", "%2E"))
-        query = f"?tenant={quote(tenant, safe='')}" if tenant else ""
         call = SafeCall(
-            method=ERASE.method, path=path + query, headers=placing_headers(str(user), tenant)
+            method=ERASE.method,
+            path=ERASE.path.replace("{user_id}", _segment(user)) + _query(tenant=tenant),
+            headers=placing_headers(str(user), tenant),
         )
         reply = await self._channel.send(call, self._time(timeout_s))
         return tuple(read(reply, EraseBody).pending) if reply.status == 202 else ()
+
+    async def user(
+        self,
+        user: Name,
+        *,
+        num_events: int = 20,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> UserOut:
+        """Look up what the user's instance knows: newest events, cached prefixes, versions.
+
+        Args:
+            num_events: Most events, 1 to 1,000.
+
+        Raises:
+            NotFound: It knows nothing of the user.
+        """
+        tenant = self.tenant if tenant is None else tenant
+        path = f"/v1/users/{_segment(user)}{_query(num_events=num_events, tenant=tenant)}"
+        call = SafeCall(method="GET", path=path, headers=placing_headers(str(user), tenant))
+        return read(await self._channel.send(call, self._time(timeout_s)), UserOut)
+
+    async def similar(
+        self,
+        item: Name,
+        *,
+        num_items: int = 10,
+        attributes: Mapping[str, Sequence[bool | int | float | str]] | None = None,
+        timeout_s: float | None = None,
+    ) -> FoundItemsOut:
+        """Find the items most like another one.
+
+        Args:
+            item: Name of the item.
+            num_items: Most items, 1 to 1,000.
+            attributes: Accepted values of each attribute.
+
+        Raises:
+            NotFound: Neither neighbours nor vectors know the item.
+        """
+        pairs = [
+            f"{name}:{str(value).lower() if isinstance(value, bool) else value}"
+            for name, values in (attributes or {}).items()
+            for value in values
+        ]
+        query = _query(num_items=num_items) + "".join(
+            f"&attribute={quote(pair, safe='')}" for pair in pairs
+        )
+        call = SafeCall(method="GET", path=f"/v1/items/{_segment(item)}/similar{query}")
+        return read(await self._channel.send(call, self._time(timeout_s)), FoundItemsOut)
+
+    async def trending(
+        self,
+        *,
+        num_items: int = 10,
+        window_s: float = 3600.0,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> FoundItemsOut:
+        """Find the items with the most events of a tenant lately, else popular ones.
+
+        Args:
+            num_items: Most items, 1 to 1,000.
+            window_s: Seconds up to now, at most 86,400.
+        """
+        tenant = self.tenant if tenant is None else tenant
+        query = _query(num_items=num_items, window_s=window_s, tenant=tenant)
+        call = SafeCall(method="GET", path=f"/v1/trending{query}")
+        return read(await self._channel.send(call, self._time(timeout_s)), FoundItemsOut)
 
     async def items(
         self, names: Names = (), *, ids: Sequence[int] | I64 = (), timeout_s: float | None = None
@@ -557,6 +627,16 @@ class AsyncClient(_Calls):
                 raise
             return False
         return True
+
+
+def _segment(name: Name) -> str:
+    """Encode a name for a path; dots, too: the name ".." must not become a path segment."""
+    return quote(str(name), safe="").replace(".", "%2E")
+
+
+def _query(**values: str | float) -> str:
+    given = [f"{name}={quote(str(one), safe='')}" for name, one in values.items() if one != ""]
+    return "?" + "&".join(given) if given else ""
 
 
 def _checked_timeout(timeout_s: float) -> float:

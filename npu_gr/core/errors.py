@@ -5,7 +5,8 @@ NpuGrError
 ├── CheckpointError        a ConfigError about the model's files
 ├── StoreInUse             a ConfigError: another process has the store or log of one owner
 ├── DataError              a file of interactions or a query log cannot be read       (exit 2)
-│   └── CatalogueError       a DataError: the records do not make a catalogue of semantic IDs
+│   ├── CatalogueError       a DataError: the records do not make a catalogue of semantic IDs
+│   └── DeltaError           a DataError: a delta of weights is damaged, or not the next one
 ├── RequestError           the client's fault
 │   ├── BadRequest         broken body                                                (400)
 │   ├── Unauthorized       no key, or a wrong one                                     (401)
@@ -78,6 +79,12 @@ class CatalogueError(DataError):
     """
 
     title = "bad catalogue"
+
+
+class DeltaError(DataError):
+    """A delta of a model's weights cannot be applied; the message has its number and the reason."""
+
+    title = "bad delta"
 
 
 class RequestError(NpuGrError):

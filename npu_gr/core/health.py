@@ -10,6 +10,9 @@ once one of its works takes longer than its limit:
     late                            `npu_gr_work_late`, an alert, the status page
     late and vital                  `/readyz` answers 503 until the work ends
     vital, and takes over `DEAD_S`  `/healthz` answers 503, and the process drains and ends
+
+A work that compiles says so by `compiles`: it is late after `UNKNOWN_S`, and dead after
+`COMPILE_S`.
 """
 
 from __future__ import annotations
@@ -18,12 +21,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 # A multiple of what a work usually takes, and not less than a pause of a busy machine.
 TIMES, LEAST_S = 10.0, 2.0
 DEAD_S = 30.0  # vital work that takes longer does not end
 TASK_S = 10.0  # limit of one turn of a background task, which takes milliseconds
+UNKNOWN_S = 30.0  # limit of work whose time is not known
+COMPILE_S = 900.0  # work that compiles kernels is dead only after this
 # Time of a part of the instance to stop; what it waits for may never end.
 STOP_S = 3.0
 
@@ -42,6 +48,19 @@ class Work:
         self.began_at = began_at
         self.limit_s = limit_s
         self.dead_s = dead_s
+
+
+_WORK: ContextVar[Work | None] = ContextVar("work", default=None)
+
+
+def compiles() -> None:
+    """Note that the work of this thread or task compiles kernels, or captures a graph, from now on.
+
+    Call it where that begins. Without a work it does nothing.
+    """
+    if (work := _WORK.get()) is not None:
+        work.limit_s = max(work.limit_s, UNKNOWN_S)
+        work.dead_s = max(work.dead_s, COMPILE_S)
 
 
 class Worker:
@@ -70,17 +89,21 @@ class Worker:
         """
         work = Work(self.clock(), limit_s, max(limit_s, dead_s, DEAD_S))
         self._works.add(work)
+        token = _WORK.set(work)
         try:
             yield
         finally:
+            _WORK.reset(token)
             self._works.remove(work)
 
     async def turns(self, every_s: float) -> AsyncIterator[None]:
         """Yield every `every_s` to the body of a loop, which is late after `TASK_S`.
 
-        A body that raises ends its task, so it stays late.
+        A body that raises ends its task, so it stays late. One that ignores a cancellation, since
+        it must end what it has begun, is the last.
         """
-        while True:
+        task = asyncio.current_task()
+        while task is None or not task.cancelling():
             await asyncio.sleep(every_s)
             self._works.add(work := Work(self.clock(), TASK_S, DEAD_S))
             yield

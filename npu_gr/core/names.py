@@ -269,7 +269,19 @@ def difference(stored: Sequence[str], names: Sequence[str]) -> str:
     return ""
 
 
-class Names(Protocol):
+class ItemIds(Protocol):
+    """Ids of items by one key."""
+
+    def item_ids(self, names: Sequence[str | int]) -> I64:
+        """Return the ids of names by the key of the served models: [n] -> int64 [n].
+
+        Raises:
+            ValueError: as `item_ids`.
+        """
+        ...
+
+
+class Names(ItemIds, Protocol):
     """Names of actions, features and items in the served versions."""
 
     @property
@@ -296,14 +308,6 @@ class Names(Protocol):
         """
         ...
 
-    def item_ids(self, names: Sequence[str | int]) -> I64:
-        """Return the ids of names by the key of the served models: [n] -> int64 [n].
-
-        Raises:
-            ValueError: as `item_ids`.
-        """
-        ...
-
     def items(self, ids: I64) -> list[str | int]:
         """Return the name of each item: [n] -> n names; the id if the name is unknown."""
         ...
@@ -313,7 +317,7 @@ class Names(Protocol):
         ...
 
 
-def served_id(names: Names, name: str | int) -> int:
+def served_id(names: ItemIds, name: str | int) -> int:
     """Return the id of one name by the key of the served models.
 
     Raises:

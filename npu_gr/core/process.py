@@ -23,10 +23,12 @@ import faulthandler
 import gc
 import logging
 import os
+import resource
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from npu_gr.core.logs import close_logs
 
@@ -121,11 +123,18 @@ def end_if_blocked(seconds: int) -> None:
     threading.Thread(target=work, name="npu_gr-loop", daemon=True).start()
 
 
+def resident_bytes() -> int:
+    """Return the memory that the process takes now; 0 = unknown."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
 def trim_heap() -> None:
     """Give freed memory back to the system: after a load, copies of weights stay in the heap.
 
-    Only with glibc. It takes up to 0.5 s for each GB, in which no thread can allocate: call it when
-    no request waits.
+    Only with glibc. It takes 0.2 to 0.5 s for each GB, in which no thread can allocate: call it
+    when no request waits (`npu_gr/service/idle_heap.py`).
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-EVERY_S = 20.0
+EVERY_S = 10.0
 
 
 @dataclass(slots=True)
@@ -49,5 +49,9 @@ def time_left(done: float, total: float, elapsed_s: float) -> str:
     """Estimate in words how long work still takes at the pace so far; empty = nothing is done."""
     if done <= 0 or total <= 0:
         return ""
-    left_s = elapsed_s * max(0.0, total - done) / done
-    return f"about {left_s:.0f} s left" if left_s < 90 else f"about {left_s / 60:.0f} min left"
+    return f"about {in_words(elapsed_s * max(0.0, total - done) / done)} left"
+
+
+def in_words(duration_s: float) -> str:
+    """Write a duration: "80 s" or "2 min"."""
+    return f"{duration_s:.0f} s" if duration_s < 90 else f"{duration_s / 60:.0f} min"

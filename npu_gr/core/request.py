@@ -74,7 +74,8 @@ class Verdict(StrEnum):
     """The trigger's decision on a signal; the value of the metric label `verdict`."""
 
     PREINFER = "preinfer"
-    RELOAD = "reload"  # copy the prefix back from the DRAM tier
+    # copy the prefix back from the DRAM tier, or from the pool if that has it
+    RELOAD = "reload"
     ALREADY_RESIDENT = "already_resident"
     ALREADY_RUNNING = "already_running"
     EXTEND = "extend"  # a part is resident; encode only the later events
@@ -107,9 +108,12 @@ class Outcome(StrEnum):
 
 
 class Reason(StrEnum):
-    """Why a rank or generate was not an HBM hit; `NONE` for a hit."""
+    """Why a rank or generate was not an HBM hit; `NONE` for an exact hit."""
 
     NONE = ""
+    # a hit: the prefix is of weights that a delta has changed within `relay.max_stale_s`;
+    # a miss: a delta changed them while the rank waited for its pass
+    STALE = "stale"
     COMPUTE = "compute"  # waited for a prefill, or took it over and computed the rest
     RELOAD = "reload"  # waited for a reload
     NOT_BEGUN = "not_begun"  # its prefill was still queued
@@ -129,6 +133,23 @@ class Reason(StrEnum):
     READ_FAILED = "read_failed"
     DISABLED = "disabled"
     BROWNOUT = "brownout"  # disabled by overload
+
+
+class Fetched(StrEnum):
+    """What a fetch from the pool led to; the value of the metric label `outcome`."""
+
+    HIT = "pool_hit"
+    ABSENT = "absent"  # no prefix of this user, model version and page layout
+    SLOWER = "slower"  # not tried: computing it takes less time
+    TIMEOUT = "timeout"  # no answer within the time that computing it takes
+    BUSY = "busy"  # not tried: other calls to the pool have not ended
+    TORN = "torn"  # the checksum, the header or the length is wrong
+    FORGED = "forged"  # put without `kv_cache.pool_key`, or with another one
+    FOREIGN = "foreign"  # of another tenant, user, model version or page layout
+    EXPIRED = "expired"
+    MISMATCH = "fingerprint_mismatch"  # not the beginning of the history
+    NO_ROOM = "no_room"  # the DRAM tier has none
+    FAILED = "failed"  # the pool failed; it is left alone for some seconds
 
 
 class SignalRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, eq=False):

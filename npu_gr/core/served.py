@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from enum import StrEnum
+from typing import NamedTuple, Self
+
+import msgspec
+import numpy as np
 
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.feature_schema.schema import Feature
@@ -12,7 +16,7 @@ from npu_gr.core.feature_schema.values import FeatureValue
 from npu_gr.core.history import Events
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NewItem:
     """An item to add to the catalogue."""
 
@@ -34,6 +38,48 @@ class CatalogueChange:
     add: tuple[NewItem, ...] = ()
     withdraw: I64 | None = None  # [n] external ids
     restore: I64 | None = None
+
+
+class ItemChange(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """A `CatalogueChange` as files have it."""
+
+    add: tuple[NewItem, ...] = ()
+    withdraw: tuple[int, ...] = ()
+    restore: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        ids = [*self.withdraw, *self.restore, *(new.item_id for new in self.add)]
+        codes = [code for new in self.add for code in new.sid]
+        if ids and not 0 <= min(ids) <= max(ids) < 2**63:
+            raise ValueError("item ids must be from 0 to 2^63 - 1")
+        if codes and not 0 <= min(codes) <= max(codes) < 2**31:
+            raise ValueError("codes of semantic IDs must be from 0 to 2^31 - 1")
+
+    @classmethod
+    def of(cls, change: CatalogueChange) -> Self:
+        """Convert a change."""
+        ids = [() if one is None else one.tolist() for one in (change.withdraw, change.restore)]
+        return cls(add=change.add, withdraw=tuple(ids[0]), restore=tuple(ids[1]))
+
+    def change(self) -> CatalogueChange:
+        """Convert it back."""
+        return CatalogueChange(
+            add=self.add,
+            withdraw=np.array(self.withdraw, np.int64),
+            restore=np.array(self.restore, np.int64),
+        )
+
+
+class DeltaMark(NamedTuple):
+    """The newest delta whose items a catalogue has."""
+
+    folder: str = ""  # of the deltas, which have numbers of their own
+    sequence: int = 0
+
+
+NO_DELTA = DeltaMark()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +130,25 @@ class AttentionWay:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaInfo:
+    """The delta that a ranker serves."""
+
+    sequence: int  # 0 = the checkpoint itself
+    weights: str  # digest of the served weights
+    made_at: float  # unix seconds; 0 = no delta
+
+
+class Refreshed(StrEnum):
+    """What became of a prefix that was looked at after a delta; the value of a metric label."""
+
+    EXACT = "exact"  # the delta did not touch it, or it was encoded again before
+    ENCODED = "encoded"  # encoded again
+    GONE = "gone"  # evicted, or its history is not cached
+    NO_ROOM = "no_room"
+    FAILED = "failed"  # a later delta touched it, or the device was overloaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """A model in service, or one that drains."""
 
@@ -104,6 +169,7 @@ class ModelInfo:
     attention: tuple[AttentionWay, ...] = ()
     # replaced; serves only requests that name its version, for `relay.t_life_s`
     is_draining: bool = False
+    delta: DeltaInfo | None = None  # of a ranker
 
 
 class PrefixPlace(NamedTuple):

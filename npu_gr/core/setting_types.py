@@ -240,7 +240,8 @@ def _rejection(text: str, kind: inspect.Type, value: Any) -> str:
     limit = bounds(kind)
     if value is _UNKNOWN:
         return f"expected {expected(kind)}{f', {limit}' if limit else ''}"
-    if values := choices(kind):
+    named = inspect.LiteralType, inspect.EnumType, inspect.NoneType
+    if (values := choices(kind)) and all(isinstance(one, named) for one in options(kind)):
         hint = "; write it in quotes" if str(value) in values else near(str(value), values)
         return f"{_shown(value)} must be one of {', '.join(values)}{hint}"
     if isinstance(value, str) and _is_text(kind):
@@ -277,11 +278,16 @@ def _shown(value: Any) -> str:
 
 def expected(kind: inspect.Type) -> str:
     """Describe the values of a type in terms of YAML."""
-    if values := choices(kind):
-        return " | ".join(values)
     unit = unit_of(kind)
     of = f" of {unit.noun} ({unit.forms}, or the plain number)" if unit else ""
-    said = {_noun(one) + (of if isinstance(one, _NUMBERS) else "") for one in options(kind)}
+    named = inspect.LiteralType, inspect.EnumType
+    said = {
+        _noun(one) + (of if isinstance(one, _NUMBERS) else "")
+        for one in options(kind)
+        if not isinstance(one, named)
+    }
+    if values := choices(kind):
+        return " | ".join([*values, *sorted(said - {"null"})])
     return " or ".join(sorted(said - {"null"}) + sorted(said & {"null"}))
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from npu_gr.core.errors import ConfigError, DataError, NotFound, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH
-from npu_gr.core.served import CatalogueChange, CatalogueInfo, VectorsInfo
+from npu_gr.core.served import CatalogueChange, CatalogueInfo, DeltaMark, VectorsInfo
 from npu_gr.handlers.match import ServedVectors
 from npu_gr.handlers.scored_items import CoverageRule
-from npu_gr.handlers.served_catalogue import ServedCatalogue
+from npu_gr.handlers.served_catalogue import FromDeltas, ServedCatalogue
 from npu_gr.handlers.versions import Versions
 from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
 
@@ -51,7 +51,17 @@ class CatalogueOfGenerator:
         """Add, withdraw and restore items of the current version."""
         with _unprocessable("catalogue"):
             async with self._coverage.replacing(GENERATE.name, is_limited=False) as before:
-                return await self._items.update(change, before)
+                return await self._items.update([change], before)
+
+    def delta(self) -> DeltaMark | None:
+        """Return the newest delta whose items the catalogue has; None = there is no catalogue."""
+        return None if self._versions.generators is None else self._items.changes.delta
+
+    async def follow_deltas(self, changes: Sequence[CatalogueChange], deltas: FromDeltas) -> None:
+        """Serve the changes of deltas."""
+        with _unprocessable("catalogue"):
+            async with self._coverage.replacing(GENERATE.name, is_limited=False) as before:
+                await self._items.update(changes, before, deltas)
 
     async def rollback(self) -> CatalogueInfo:
         """Serve the previous version."""

@@ -28,6 +28,7 @@ FUSION = 60  # the constant of reciprocal rank fusion
 HOOK = "hook"
 HOOK_AFTER = "hook_after"
 PIN = "pin"
+POPULAR = "popular"  # the list of popular items
 RULES = "rules"
 
 SHARED_ENCODER: SourceName = "shared_encoder"  # the ranker's own user vector against its own items
@@ -80,6 +81,10 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if not self.sources:
             raise ValueError("sources: needs at least one")
 
+    def chosen_by(self, other: RecommendConfig) -> RecommendConfig:
+        """Return this section with what a training chooses taken from another one."""
+        return msgspec.structs.replace(self, **{name: getattr(other, name) for name in CHOSEN})
+
     def order_of(self, *, has_blend: bool) -> OrderName:
         """Return the order of answers, for a ranker with or without a score blend."""
         return self.order or ("blended" if has_blend else "rank")
@@ -112,6 +117,10 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"recommend.sources.neighbours: the ranker {name} has none, since its "
                 "order.safetensors is of an older version; train it again"
             )
+
+
+CHOSEN = ("sources", "max_candidates", "exclude_seen", "popular", "order")
+"""What a training chooses, which belongs to its models; the rest is the operator's."""
 
 
 class StageDeadlines(NamedTuple):

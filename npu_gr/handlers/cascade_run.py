@@ -20,7 +20,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,7 @@ from npu_gr.handlers.cascade_plan import (
     HOOK,
     HOOK_AFTER,
     PIN,
+    POPULAR,
     RULES,
     SHARED_ENCODER,
     Denied,
@@ -82,7 +83,6 @@ from npu_gr.handlers.prefix_histories import UserHistory
 from npu_gr.handlers.ranking import Ranking
 from npu_gr.handlers.rules import Asked, apply
 from npu_gr.handlers.sources import (
-    POPULAR,
     SharedEncoderUse,
     SizedSource,
     SourceRequest,
@@ -102,11 +102,16 @@ class CascadeParts:
     metrics: Metrics
     hook: Hook | None
     hook_after: HookAfter | None
-    hook_threads: ThreadPoolExecutor | None
+    hook_threads: ThreadPoolExecutor
     popular: I64
     filters: ItemFilters
     names: Names
     random: np.random.Generator
+
+    def chosen_by(self, other: CascadeParts) -> CascadeParts:
+        """Return these parts with what a training chooses taken from others."""
+        config = self.config.chosen_by(other.config)
+        return replace(self, config=config, sources=other.sources, popular=other.popular)
 
 
 class CascadeRun:
@@ -510,8 +515,9 @@ class CascadeRun:
             before = shown
             try:
                 shown = apply(rules, shown, asked, parts.filters, parts.random)
-                added = np.setdiff1d(shown.items, before.items).tolist()
-                origins.update(dict.fromkeys(added, PIN))
+                if rules.pin:
+                    added = set(shown.items.tolist()).difference(before.items.tolist())
+                    origins.update(dict.fromkeys(added, PIN))
                 self._report(RULES, StageResult.OK, began_at, len(shown.items))
             except Unprocessable as error:  # an attribute that the catalogue lacks
                 if request.rules is not None:

@@ -27,6 +27,9 @@ class RankingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     # share of cached ranks that are scored again without cache
     selfcheck_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.001
     selfcheck_max_drift: Positive = 1e-3  # of the logits' standard deviation
+    # with kv_cache.dtype int8: the same, against scores from keys and values as they are computed;
+    # also of the self-test at start
+    selfcheck_max_int8_drift: Positive = 0.1
 
 
 class UserTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +71,7 @@ class GenerateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_prompt_tokens: Count = 1024  # longer histories are cut to the newest items
     # step of the start of the prompt, in items; 1 for a T5
     cut_step_items: Count = 32
-    hbm_bytes: Bytes = 268_435_456
+    hbm_bytes: Bytes | Literal["auto"] = 268_435_456  # auto: see `KVConfig`
     dram_bytes: Bytes = 0
     # for masks of attribute queries: one byte per item and edge of the trie
     filter_cache_bytes: Bytes = 268_435_456

@@ -130,7 +130,7 @@ async def call_hook(
     given: object,
     context: HookContext,
     budget_s: float,
-    threads: ThreadPoolExecutor | None,
+    threads: ThreadPoolExecutor,
 ) -> I64:
     """Call a hook within its time, and return its items without repeats.
 

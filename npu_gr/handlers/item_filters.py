@@ -132,14 +132,17 @@ class ItemFilters:
         Raises:
             Unprocessable: there is no such attribute.
         """
+        if not (wanted := list(names)):
+            return {}  # without a catalogue, too
         found: dict[str, tuple[Column, Mask]] = {}
-        for name in names:
-            snapshot = self.snapshot()
+        snapshot = self.snapshot()
+        places = snapshot.trie.places(ids)
+        is_known = places >= 0
+        for name in wanted:
             if name not in snapshot.attributes:
                 there = ", ".join(snapshot.attributes) or "none"
                 raise Unprocessable(f"rules: no attribute {quoted(name)}; there are {there}")
-            places = snapshot.trie.places(ids)
-            found[name] = snapshot.attributes[name][places], places >= 0
+            found[name] = snapshot.attributes[name][places], is_known
         return found
 
     def check(self, rules: ItemRules) -> None:

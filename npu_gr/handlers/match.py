@@ -75,10 +75,10 @@ class ServedVectors:
         """Prepare; `reload` reads the vectors.
 
         Args:
-            config: Folder and index.
+            config: Section `match` of the configuration.
             backend: Backend of the search.
         """
-        self._config = config
+        self.config = config
         self._backend = backend
         self._versions: Published[MatchVersion] = Published("the vectors")
         self._reloading = asyncio.Lock()
@@ -96,16 +96,21 @@ class ServedVectors:
                 `before`.
         """
         async with self._reloading:
-            read = await asyncio.to_thread(self._read)
+            read = await asyncio.to_thread(self.read, self.config)
             await before(lambda: read.matcher.vectors.item_ids)
-            if (
-                self._versions.is_empty
-                or read.matcher.vectors.version != self.current.matcher.vectors.version
-            ):
-                self._versions.publish(read)
-            else:
-                self.current.names = read.names
+            self.serve(read, self.config)
         return self.info()
+
+    def serve(self, read: MatchVersion, config: MatchConfig) -> None:
+        """Serve vectors that were read, and a section."""
+        self.config = config
+        if (
+            self._versions.is_empty
+            or read.matcher.vectors.version != self.current.matcher.vectors.version
+        ):
+            self._versions.publish(read)
+        else:
+            self.current.names = read.names
 
     def rollback(self) -> VectorsInfo:
         """Serve the previous version; a second rollback undoes the first.
@@ -142,11 +147,17 @@ class ServedVectors:
             previous=now.previous.matcher.vectors.version if now.previous else None,
         )
 
-    def _read(self) -> MatchVersion:
-        folder = Path(self._config.vectors)
+    def read(self, config: MatchConfig) -> MatchVersion:
+        """Read the vectors of a section. Thread-safe.
+
+        Raises:
+            DataError: the folder is invalid.
+            ConfigError: the items have another key than those of the current version.
+        """
+        folder = Path(config.vectors)
         if not self._versions.is_empty:
             check_fits(folder)
-        matcher = Matcher(load(folder), self._config.index, self._backend)
+        matcher = Matcher(load(folder), config.index, self._backend)
         names = ItemNames.load(folder) or EMPTY
         if not self._versions.is_empty:
             key_of({"the served vectors": self.current.names, "match.vectors": names})
@@ -158,7 +169,6 @@ class MatchJob:
 
     def __init__(
         self,
-        config: MatchConfig,
         vectors: ServedVectors,
         histories: Histories,
         filters: ItemFilters,
@@ -169,15 +179,13 @@ class MatchJob:
         """Store the parts.
 
         Args:
-            config: Limits of a request and of a pass.
-            vectors: Versions of the vectors.
+            vectors: Versions of the vectors, with the limits of a request and of a pass.
             histories: Histories of users.
             filters: Attributes of items.
             scheduler: Scheduler of the passes.
             metrics: Metrics of the instance.
             objective_s: Returns the current latency objective, in seconds.
         """
-        self.config = config
         self.vectors = vectors
         self._histories = histories
         self._filters = filters
@@ -206,7 +214,10 @@ class MatchJob:
             request = structs.replace(request, allow_items=passing.allow)
         with call.slot.suspended():
             history = await self._histories.read_items(
-                request.user, request.history, self.config.max_history_events, call.deadline_at
+                request.user,
+                request.history,
+                self.vectors.config.max_history_events,
+                call.deadline_at,
             )
         return await self.match(request, history, call, time.monotonic() - call.arrived_at)
 
@@ -227,12 +238,11 @@ class MatchJob:
             NotFound: the requested version is not served.
         """
         version = self.vectors.current
+        config = self.vectors.config
         matcher = version.matcher
         vectors = matcher.vectors
-        if request.num_items > self.config.max_items:
-            raise Unprocessable(
-                f"num_items: {request.num_items}, the limit is {self.config.max_items}"
-            )
+        if request.num_items > config.max_items:
+            raise Unprocessable(f"num_items: {request.num_items}, the limit is {config.max_items}")
         if request.vectors_version not in (None, vectors.version):
             raise NotFound(
                 f"vectors_version: {quoted(request.vectors_version)} is not served; "
@@ -244,11 +254,11 @@ class MatchJob:
         query = matcher.search_for(
             request.user,
             request.num_items,
-            self.config.exclude_seen if request.exclude_seen is None else request.exclude_seen,
+            config.exclude_seen if request.exclude_seen is None else request.exclude_seen,
             request.allow_items,
             denied if len(denied) else None,
             history,
-            self.config.max_history_events,
+            config.max_history_events,
         )
         done = await self._search(version, query, call)
         limited_by = LimitedBy.NONE
@@ -280,7 +290,7 @@ class MatchJob:
             arrived_at=call.arrived_at,
             tenant=call.tenant,
             estimate_s=self._estimate_s,
-            max_requests=self.config.max_batch_requests,
+            max_requests=self.vectors.config.max_batch_requests,
             kind=MATCH.name,
         )
         self._estimate_s += SMOOTHING * (done.device_s / done.batch_size - self._estimate_s)

@@ -78,6 +78,12 @@ class PrefixHistoryCache:
             return None
         return self._use((user, next(reversed(self._by_user[user]))))
 
+    def newest(self, user: UserKey) -> KnownHistory | None:
+        """Return the newest cached history of a user, which stays as old as it is."""
+        if user not in self._by_user:
+            return None
+        return self._histories[user, next(reversed(self._by_user[user]))][0]
+
     def knows(self, user: UserKey) -> bool:
         """Whether a history of the user is cached."""
         return user in self._by_user

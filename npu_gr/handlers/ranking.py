@@ -10,10 +10,12 @@ selects the version.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +23,7 @@ from msgspec.structs import replace
 
 from npu_gr.catalogue.names import EMPTY, ItemNames, names_of
 from npu_gr.core.arrays import F32, I64
-from npu_gr.core.errors import DeviceError, NpuGrError, Unprocessable
+from npu_gr.core.errors import DeviceError, NpuGrError, StaleEntry, Unprocessable
 from npu_gr.core.feature_schema.columns import Columns, ModelFeatures, OneRow
 from npu_gr.core.feature_schema.computed import CrossFeatures, time_column
 from npu_gr.core.feature_schema.encode import Encoded
@@ -31,6 +33,7 @@ from npu_gr.core.names import ActionNames
 from npu_gr.core.request import Outcome, RankAnswer, RankRequest, Reason, Verdict
 from npu_gr.core.served import ModelInfo
 from npu_gr.core.text_format import counted
+from npu_gr.engine.kv_cache.prefix_store import PoolFailed
 from npu_gr.engine.rank_engine import (
     NONE_LATE,
     FindPass,
@@ -41,6 +44,7 @@ from npu_gr.engine.rank_engine import (
     RankPass,
     RankScores,
 )
+from npu_gr.engine.scheduler import alone
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.config import RankingConfig
 from npu_gr.handlers.prefix_histories import UserHistory
@@ -49,6 +53,7 @@ from npu_gr.metrics.registry import Metrics
 from npu_gr.model.blend import BlendSum, ScoreBlend
 from npu_gr.model.history_tokenizer import UNKNOWN, ItemVocabulary, Tokens, tokenize
 from npu_gr.model.hstu_input import cross_features
+from npu_gr.model.served_weights import Patch, ServedWeights
 from npu_gr.relay.relay import Lease, Relay
 
 
@@ -161,6 +166,7 @@ class Ranking:
         engine: RankEngine,
         relay: Relay[Tokens],
         metrics: Metrics,
+        weights: ServedWeights,
         names: ItemNames = EMPTY,
         order: ScoreBlend | None = None,
     ) -> None:
@@ -173,11 +179,14 @@ class Ranking:
             engine: Engine of the passes.
             relay: Caches prefixes.
             metrics: Metrics of the instance.
+            weights: Its weights, which deltas change.
             names: Item names.
             order: Score blend of this version, if there is one.
         """
+        self.weights = weights
         self.model = model
-        self.version = model.version  # of the checkpoint
+        # of the weights with which it was opened: a part of prefix keys, and what requests name
+        self.version = model.version
         self.actions = ActionNames(model.actions)
         self.features = ModelFeatures(model.features, engine.model.config.num_user_tokens)
         self.late = LateFeatureReader(self.features, cross_features(engine.model))
@@ -200,13 +209,39 @@ class Ranking:
         # number of newest events in the window
         self.max_events = max(1, (most - self.features.num_user_tokens) // self._tokens_per_event)
 
+    async def move(self, patch: Patch, keep_stale_s: float) -> None:
+        """Write what a delta changes, between two passes, and serve it.
+
+        Args:
+            patch: What to write.
+            keep_stale_s: Seconds for which prefixes of the weights before may still be served.
+
+        Raises:
+            DeviceError, Unavailable: the device failed, or stops; the weights may be mixed.
+        """
+        stamps = self.weights.stamped(patch, keep_stale_s)
+        with self._selfcheck.paused():
+            await alone(
+                self.engine.scheduler,
+                lambda: self.engine.weights.write(patch, stamps),
+                self.engine.backend.synchronize,
+            )
+            self.weights.moved(patch, stamps)
+            self.items.spare.stamp(stamps)
+            self.late = LateFeatureReader(self.features, cross_features(self.engine.model))
+            self.model = dataclasses.replace(self.model, delta=self.weights.info())
+
     @property
     def vocabulary(self) -> ItemVocabulary:
         """The current mapping of external item ids and rows."""
         return self.items.spare.vocabulary
 
-    def tokenize(self, history: UserHistory) -> Tokens:
+    def tokenize(self, history: UserHistory, *, is_request: bool = True) -> Tokens:
         """Convert a history to tokens.
+
+        Args:
+            history: The history.
+            is_request: Whether it is that of a request, which is counted.
 
         Raises:
             Unprocessable: an action is unknown, or an item is unknown and the policy rejects it.
@@ -229,7 +264,8 @@ class Ranking:
             tokens = replace(
                 tokens, report=replace(tokens.report, user_features=history.features_origin)
             )
-        self._metrics.rank.history_read(tokens.report)
+        if is_request:
+            self._metrics.rank.history_read(tokens.report)
         return tokens
 
     def signal(self, user: UserKey, tokens: Tokens, num_candidates: int | None) -> Verdict:
@@ -335,7 +371,8 @@ class Ranking:
         stages_s: dict[str, float],
     ) -> RankAnswer:
         """Make the answer of a pass, and start a self-check of some."""
-        if lease.cached and len(scored.logits):  # else every candidate is unknown
+        is_exact = lease.reason is not Reason.STALE
+        if lease.cached and is_exact and len(scored.logits):  # else every candidate is unknown
             self._selfcheck.maybe(work, scored.logits, request.user, self._config)
         return RankAnswer(
             model_version=self.version,
@@ -390,15 +427,20 @@ class Ranking:
     async def _tried(
         self, run: Callable[[RankPass], Awaitable[T]], work: RankPass, lease: Lease
     ) -> tuple[Lease, T]:
-        """Run a pass; if the device fails with a prefix, repeat it without the prefix."""
+        """Run a pass; repeat it without the prefix if the device fails with it, or a delta came."""
+        # keys and values that no prefix can be compared with are not rounded for pages
+        is_unrounded = self.relay.settings.is_switched_off and not (lease.cached or lease.keep)
         try:
-            return lease, await run(work.leasing(lease.cached, lease.keep))
+            return lease, await run(work.leasing(lease.cached, lease.keep, is_unrounded))
+        except StaleEntry:
+            reason = Reason.STALE
         except DeviceError:
             if not lease.cached and not lease.keep:
                 raise
             self._metrics.relay.failed("read")
-            lease.discard()  # the failed pass may have written a part of the prefix
-        return Lease(outcome=Outcome.MISS_FULL, reason=Reason.READ_FAILED), await run(work)
+            reason = Reason.READ_FAILED
+        lease.discard()  # the failed pass may have written a part of the prefix
+        return Lease(outcome=Outcome.MISS_FULL, reason=reason), await run(work)
 
     # ---- candidates and scores
 
@@ -425,8 +467,9 @@ class Ranking:
         return rows, known
 
     async def stop(self) -> None:
-        """Stop self-checks, then the relay."""
+        """Stop self-checks, hand the prefixes over to other instances, then stop the relay."""
         await self._selfcheck.stop()
+        await self.relay.spills.hand_over(self.model.version, HAND_OVER_S)
         await self.relay.stop()
 
 
@@ -450,6 +493,16 @@ class SelfCheck:
         self._checked: set[UserKey] = set()  # users of running checks
         self._num_failed = 0  # in a row
         self._all_until_at = 0.0  # instant until which all cached ranks are checked
+        self._moved_at = -math.inf  # instant of the last change of the weights; inf = it runs now
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Compare no scores of before the block, which changes the weights, with those after it."""
+        self._moved_at = math.inf
+        try:
+            yield
+        finally:
+            self._moved_at = time.monotonic()
 
     def maybe(self, work: RankPass, cached: F32, user: UserKey, config: RankingConfig) -> None:
         """Check a share of the passes.
@@ -460,11 +513,11 @@ class SelfCheck:
             user: User of the request.
             config: The share, and the allowed drift.
         """
+        if time.monotonic() < self._moved_at + _SETTLE_S:
+            return  # the scores may be those of before
         if not self._is_chosen(user, config.selfcheck_ratio):
             return
-        task = asyncio.get_running_loop().create_task(
-            self._check(work, cached, user, config.selfcheck_max_drift)
-        )
+        task = asyncio.get_running_loop().create_task(self._check(work, cached, user, config))
         self._checked.add(user)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -476,29 +529,57 @@ class SelfCheck:
         is_alarmed = self._num_failed > 0 or time.monotonic() < self._all_until_at
         return is_alarmed and len(self._background) < _MOST_CHECKS and user not in self._checked
 
-    async def _check(self, work: RankPass, cached: F32, user: UserKey, max_drift: float) -> None:
+    async def _check(
+        self, work: RankPass, cached: F32, user: UserKey, config: RankingConfig
+    ) -> None:
+        moved_at = self._moved_at
         try:
             cold = await self._cold(work, user)
-            drift = drift_of(cached, cold)
-            failed = not drift <= max_drift
-            self._metrics.rank.drifted(drift, failed)
-            if not failed:
-                self._num_failed = 0
+            exact = cold
+            if self._engine.arena.layout.dtype == "int8":
+                exact = await self._cold(replace(work, is_unrounded=True), user)
+            if self._moved_at != moved_at:
                 return
-            await self._failed(work, cold, user, drift, max_drift)
+            drift, rounding = drift_of(cached, cold), drift_of(cold, exact)
+            failed = not drift <= config.selfcheck_max_drift
+            is_coarse = not rounding <= config.selfcheck_max_int8_drift
+            self._metrics.rank.drifted(drift, failed or is_coarse)
+            if failed:
+                await self._failed(work, cold, user, drift, config.selfcheck_max_drift)
+            elif is_coarse:
+                log.error(
+                    "self-check: scores from keys and values in int8 differ by %.2e standard "
+                    "deviations from those without rounding, over selfcheck_max_int8_drift",
+                    rounding,
+                )
+                await self._count_failure(user)
+            else:
+                self._num_failed = 0
         except NpuGrError:
             return  # the device is too busy
 
     async def _failed(
         self, work: RankPass, cold: F32, user: UserKey, drift: float, max_drift: float
     ) -> None:
-        self._num_failed += 1
-        self._all_until_at = time.monotonic() + _ALL_S
         log.error(
             "self-check: cached scores differ by %.2e standard deviations, over "
             "selfcheck_max_drift; the user's prefixes are dropped",
             drift,
         )
+        await self._count_failure(user)
+        again = drift_of(await self._cold(work, user), cold)
+        if not again <= max_drift:
+            fault = (
+                f"two cold passes of one rank differ by {again:.2e} standard deviations: the "
+                "device computes wrongly"
+            )
+            self._metrics.health.fault = fault
+            log.critical("self-check: %s", fault)
+
+    async def _count_failure(self, user: UserKey) -> None:
+        """Drop a user's prefixes, and after several failures in a row all prefixes."""
+        self._num_failed += 1
+        self._all_until_at = time.monotonic() + _ALL_S
         if self._num_failed >= MOST_FAILED and not self._relay.settings.is_switched_off:
             self._relay.settings.is_switched_off = True
             self._relay.tiers.erase_all()
@@ -508,15 +589,8 @@ class SelfCheck:
                 self._num_failed,
             )
         else:
-            await self._relay.erase(user)
-        again = drift_of(await self._cold(work, user), cold)
-        if not again <= max_drift:
-            fault = (
-                f"two cold passes of one rank differ by {again:.2e} standard deviations: the "
-                "device computes wrongly"
-            )
-            self._metrics.health.fault = fault
-            log.critical("self-check: %s", fault)
+            with suppress(PoolFailed):  # a wrong prefix that comes back from there is found again
+                await self._relay.erase(user)
 
     async def _cold(self, work: RankPass, user: UserKey) -> F32:
         deadline_at = time.monotonic() + _SELFCHECK_S
@@ -554,7 +628,10 @@ def _placed(scores: F32, known: Known) -> F32:
 
 
 _NAMED = 10  # unknown candidates named in a message
+# most seconds for which an instance that stops puts prefixes into the pool
+HAND_OVER_S = 2.0
 _SELFCHECK_S = 60.0  # deadline of a self-check
+_SETTLE_S = 1.0  # after a change of the weights: longer than a request has scores unanswered
 MOST_FAILED = 3  # failed self-checks in a row that switch the prefix cache off
 _ALL_S = 300.0  # after a failed self-check all cached ranks are checked for so long
 _MOST_CHECKS = 4  # checks at a time of those, which cost as much as the ranks

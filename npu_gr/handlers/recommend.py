@@ -13,9 +13,8 @@ the prefix at once, without a signal. `cascade_run.py` runs the stages of one re
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 from msgspec import structs
@@ -47,7 +46,7 @@ class Cascade:
     def __init__(
         self,
         config: RecommendConfig,
-        sources: Mapping[str, SizedSource],
+        sources: Callable[[RecommendConfig], Mapping[str, SizedSource]],
         metrics: Metrics,
         filters: ItemFilters,
         names: Names,
@@ -56,7 +55,7 @@ class Cascade:
 
         Args:
             config: Section `recommend` of the configuration.
-            sources: Name -> source, merged in this order.
+            sources: Returns name -> source of a section, merged in this order.
             metrics: Metrics of the instance.
             filters: Attributes of items.
             names: Ids, names and titles of items.
@@ -66,26 +65,51 @@ class Cascade:
         """
         if config.rules is not None:
             filters.check(config.rules)
-        hook = load_hook("hook", config.hook)
-        hook_after = load_hook("hook_after", config.hook_after)
+        self._sources = sources
+        self._metrics = metrics
+        self._filters = filters
+        self._names = names
         # separate threads, so that a hanging hook does not block other work
-        threads = ThreadPoolExecutor(HOOK_THREADS, "hook") if hook or hook_after else None
-        self.parts = CascadeParts(
+        self._hook_threads = ThreadPoolExecutor(HOOK_THREADS, "hook")
+        self.parts = self.made(config, names.item_ids)
+        self._before = "", self.parts  # with a ranker that may still drain
+
+    def made(
+        self, config: RecommendConfig, ids_of: Callable[[Sequence[str | int]], I64]
+    ) -> CascadeParts:
+        """Load the hooks and the popular items of a section. Thread-safe.
+
+        Raises:
+            ConfigError: a hook or the list of popular items cannot be used.
+        """
+        return CascadeParts(
             config,
-            dict(sources),
-            metrics,
-            hook,
-            hook_after,
-            threads,
-            read_popular(config.popular, names.item_ids),
-            filters,
-            names,
+            self._sources(config),
+            self._metrics,
+            load_hook("hook", config.hook),
+            load_hook("hook_after", config.hook_after),
+            self._hook_threads,
+            read_popular(config.popular, ids_of),
+            self._filters,
+            self._names,
             np.random.default_rng(),
         )
 
-    def serve_popular(self, popular: I64) -> None:
-        """Replace the popular items for later requests."""
-        self.parts = replace(self.parts, popular=popular)
+    def serve(self, parts: CascadeParts, drains: str) -> None:
+        """Serve other parts from the next request on.
+
+        Args:
+            parts: The parts.
+            drains: Version of a ranker that they do not belong to; "" = all are as before.
+        """
+        if drains:
+            self._before = drains, self.parts
+        self.parts = parts
+
+    def _parts_of(self, version: str) -> CascadeParts:
+        """Return the parts for a version of the ranker: one that drains keeps its own choices."""
+        drains, before = self._before
+        return self.parts.chosen_by(before) if version == drains else self.parts
 
     async def recommend(
         self,
@@ -112,7 +136,8 @@ class Cascade:
                 without a score blend.
             RequestError: a source rejects the request.
         """
-        run = CascadeRun(self.parts, request, ranking, history, tokens, call.deadline_at)
+        parts = self._parts_of(ranking.version)
+        run = CascadeRun(parts, request, ranking, history, tokens, call.deadline_at)
         verdict = None
         if not run.uses_shared_encoder:
             verdict = ranking.signal(request.user, tokens, run.max_candidates)
@@ -135,8 +160,7 @@ class Cascade:
 
     def stop(self) -> None:
         """Cancel hooks that have not begun."""
-        if self.parts.hook_threads is not None:
-            self.parts.hook_threads.shutdown(wait=False, cancel_futures=True)
+        self._hook_threads.shutdown(wait=False, cancel_futures=True)
 
 
 class RecommendJob:

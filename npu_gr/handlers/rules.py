@@ -68,9 +68,11 @@ def apply(
         for item in pins.values():
             is_free |= ids == item
         ids, scores = ids[is_free], scores[is_free]
-    for item in pins.values():
-        if not (ids == item).any():
-            ids, scores = np.append(ids, item), np.append(scores, np.float32(np.nan))
+    row_of = {item: row for row, item in enumerate(ids.tolist())} if pins else {}
+    if added := [item for item in pins.values() if item not in row_of]:
+        row_of |= {item: row for row, item in enumerate(added, len(ids))}
+        ids = np.append(ids, added)
+        scores = np.append(scores, np.full(len(added), np.nan, np.float32))
     names = {one.by for one in rules.diversity} | {n for one in rules.boost for n in one.attributes}
     columns = filters.columns(sorted(names), ids)
     working = scores.astype(np.float64)
@@ -82,7 +84,7 @@ def apply(
             working = _boosted(boost, working, ids, columns, filters)
         order = best_first(working.astype(np.float32))
     choice = _Choice(rules, ids, columns, asked.num_items)
-    pinned = {place: int(np.flatnonzero(ids == item)[0]) for place, item in pins.items()}
+    pinned = {place: row_of[item] for place, item in pins.items()}
     chosen, propensities = choice.choose(order, pinned, working, random)
     drawn = None if rules.explore is None else np.array(propensities, np.float32)
     return Shown(ids[chosen], scores[chosen], drawn)
@@ -96,12 +98,8 @@ def _showings(cap: Cap, ids: I64, asked: Asked) -> I64:
         is_showing = events.actions == list(asked.actions).index(cap.action)
         is_showing &= events.timestamps > asked.now_s - cap.window_s
         counted.append(events.items[is_showing])
-    shown, counts = np.unique(np.concatenate([*counted, ids[:0]]), return_counts=True)
-    found = np.zeros(len(ids), np.int64)
-    if len(shown):
-        place = np.searchsorted(shown, ids).clip(max=len(shown) - 1)
-        found = np.where(shown[place] == ids, counts[place], 0)
-    return found
+    shown = np.sort(np.concatenate([*counted, ids[:0]]))
+    return np.searchsorted(shown, ids, "right") - np.searchsorted(shown, ids)
 
 
 def _pins(rules: OrderRules, asked: Asked, filters: ItemFilters) -> dict[int, int]:
@@ -139,6 +137,13 @@ def _boosted(
     return np.where(is_chosen, raised, scores)
 
 
+def _or_none(column: Column, is_known: Mask) -> list[object]:
+    values: list[object] = column.tolist()
+    for row in np.flatnonzero(~is_known).tolist():
+        values[row] = None
+    return values
+
+
 class _Choice:
     """Chooses the item of each place, with pins, diversity and exploration."""
 
@@ -153,10 +158,7 @@ class _Choice:
         self._most = [one.most for one in rules.diversity]
         # of each limited attribute: the value of each candidate, None = free; how often each value
         # is shown; and the values that are used up
-        self._columns = [
-            [v if known else None for v, known in zip(*map(np.ndarray.tolist, pair), strict=True)]
-            for pair in (columns[one.by] for one in rules.diversity)
-        ]
+        self._columns = [_or_none(*columns[one.by]) for one in rules.diversity]
         self._counts: list[Counter[object]] = [Counter() for _ in rules.diversity]
         self._full: list[set[object]] = [set() for _ in rules.diversity]
         self._num_items = num_items
@@ -224,44 +226,62 @@ class _Choice:
         explore: Explore,
         random: np.random.Generator,
     ) -> list[tuple[int, float]]:
-        """Draw candidates, which are best first and fit, place by place.
-
-        By temperature: with Gumbel noise the order is one of Plackett-Luce, and what is left of it
-        after removing candidates is that of the others. The probability of a place is the weight of
-        its candidate among those that still fit there.
-        """
+        """Draw candidates, which are best first and fit, place by place."""
         if not tail or count <= 0:
             return []
-        epsilon, temperature = explore.epsilon or 0.0, explore.temperature
-        logits = scores[tail] / (temperature or 1.0)
-        if temperature is not None:
-            noisy = np.argsort(-(logits + random.gumbel(size=len(tail))), kind="stable")
-            tail, logits = [tail[place] for place in noisy.tolist()], logits[noisy]
-        at = {one: place for place, one in enumerate(tail)}
-        ends = np.full(len(tail), min(count, len(tail)), np.int64)  # first place without each
+        if explore.temperature is not None:
+            return self._draw_by_weight(tail, count, scores[tail] / explore.temperature, random)
+        epsilon = explore.epsilon or 0.0
         chosen: list[tuple[int, float]] = []
         while tail and len(chosen) < count:
-            place, propensity = 0, 1.0
-            if temperature is None:
-                if random.random() < epsilon:
-                    place = int(random.integers(len(tail)))
-                propensity = epsilon / len(tail) + (1 - epsilon) * (place == 0)
-            one = tail.pop(place)
-            chosen.append((one, propensity))
-            ends[at[one]] = len(chosen)
-            if self._columns and self._count(one):
-                left = self._fitting(tail)
-                for other in set(tail) - set(left):
-                    ends[at[other]] = len(chosen)
-                tail = left
-        if temperature is None:
-            return chosen
+            place = int(random.integers(len(tail))) if random.random() < epsilon else 0
+            propensity = epsilon / len(tail) + (1 - epsilon) * (place == 0)
+            chosen.append((tail.pop(place), propensity))
+            if self._count(chosen[-1][0]):
+                tail = self._fitting(tail)
+        return chosen
+
+    def _draw_by_weight(
+        self, tail: list[int], count: int, logits: F64, random: np.random.Generator
+    ) -> list[tuple[int, float]]:
+        """Draw candidates by softmax of their logits.
+
+        With Gumbel noise the order is one of Plackett-Luce, and what is left of it after removing
+        candidates is that of the others. The probability of a place is the weight of its candidate
+        among those that still fit there.
+        """
+        noisy = np.argsort(-(logits + random.gumbel(size=len(tail))), kind="stable")
+        tail, logits = [tail[place] for place in noisy.tolist()], logits[noisy]
+        drawn: list[int] = []  # places in the tail
+        limits = list(zip(self._columns, self._full, strict=True))
+        filled: list[dict[object, int]] = [{} for _ in limits]  # value -> first place without it
+        for at, one in enumerate(tail):
+            if len(drawn) == count:
+                break
+            for column, full in limits:  # a generator in any() would double the time
+                if column[one] in full:
+                    break
+            else:
+                drawn.append(at)
+                if limits and self._count(one):
+                    for (column, full), since in zip(limits, filled, strict=True):
+                        if column[one] in full:
+                            since[column[one]] = len(drawn)
+        ends = [len(drawn)] * len(tail)  # first place without each
+        for (column, _), since in zip(limits, filled, strict=True):
+            if since:
+                for at, one in enumerate(tail):
+                    if column[one] in since:
+                        ends[at] = min(ends[at], since[column[one]])
+        for place, at in enumerate(drawn, 1):
+            ends[at] = place
         # logarithm of the total weight of the candidates that fit at each place
-        totals = np.logaddexp.accumulate(logits[np.argsort(-ends, kind="stable")])
-        num_left = len(ends) - np.searchsorted(np.sort(ends), np.arange(1, len(chosen) + 1))
-        own = logits[[at[one] for one, _ in chosen]]
-        drawn = np.exp(own - totals[num_left - 1]).tolist()
-        return [(one, propensity) for (one, _), propensity in zip(chosen, drawn, strict=True)]
+        last_first = np.argsort(-np.array(ends), kind="stable")
+        totals = np.logaddexp.accumulate(logits[last_first])
+        places = np.arange(1, len(drawn) + 1)
+        num_left = np.searchsorted(-np.array(ends)[last_first], -places, "right")
+        propensities = np.exp(logits[drawn] - totals[num_left - 1]).tolist()
+        return [(tail[at], propensity) for at, propensity in zip(drawn, propensities, strict=True)]
 
     def _fitting(self, candidates: list[int]) -> list[int]:
         """Return the candidates whose values may all be shown once more."""

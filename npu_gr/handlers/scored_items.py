@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from npu_gr.core.feature_schema.values import name_of, plain_name
 from npu_gr.core.text_format import quoted
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.rank_engine import RankEngine
+from npu_gr.handlers.cascade_plan import POPULAR, RecommendConfig
 from npu_gr.handlers.spare_rows import Content, SpareRows
 from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.history_tokenizer import UNKNOWN, ItemVocabulary
@@ -141,7 +143,7 @@ class ScoredItems:
         if places:
             rows = np.array(places) + len(self.vocabulary.ids)
             await self._engine.scheduler.call(
-                lambda: self._engine.write_items(rows, plan.items.take(written)),
+                lambda: self._engine.weights.write_items(rows, plan.items.take(written)),
                 float("inf"),
                 order=JobOrder(0.0),
             )
@@ -329,25 +331,22 @@ class CoverageRule:
 
     def __init__(
         self,
-        min_ratio: float,
+        config: RecommendConfig | None,
         vocabulary: Callable[[], ItemVocabulary],
         items: Mapping[str, Items],
-        limited: Collection[str],
         on_measured: Callable[[str, float], None],
     ) -> None:
         """Store the parts.
 
         Args:
-            min_ratio: Minimum, `recommend.min_coverage`.
+            config: Sources, which have the minimum, and the minimum; None = there is no cascade.
             vocabulary: Returns the vocabulary of the current ranker.
-            items: Source -> its current items.
-            limited: Sources with the minimum; others are only measured.
-            on_measured: Callback with a source and its coverage.
+            items: Each source that can be configured, and the popular items -> the current items.
+            on_measured: Callback with a source and its coverage; NaN = it is no source any more.
         """
-        self._min_ratio = min_ratio
+        self._config = config
         self._vocabulary = vocabulary
         self._items = dict(items)
-        self._limited = tuple(limited)
         self._on_measured = on_measured
         self._now: dict[str, Coverage] = {}
         self.changing = asyncio.Lock()
@@ -371,39 +370,55 @@ class CoverageRule:
                 )
 
     async def check(
-        self, vocabulary: ItemVocabulary | None = None, items: Mapping[str, Items] | None = None
+        self,
+        vocabulary: ItemVocabulary | None = None,
+        items: Mapping[str, Items] | None = None,
+        config: RecommendConfig | None = None,
     ) -> Measured:
-        """Measure the coverage after a replacement of the ranker or of sources.
+        """Measure the coverage after a replacement of the ranker, of sources or of the section.
 
         Args:
             vocabulary: Vocabulary of the new ranker; None for the current one.
             items: Items of new versions of sources.
+            config: The new section; None for the current one.
 
         Raises:
             ConfigError: the coverage of a source would be too low, and lower than now.
         """
-        measured = await self.measure(vocabulary, items)
+        measured = await self.measure(vocabulary, items, config)
+        limits = config or self._config
         for name, new in measured.items():
             now = self._now.get(name)
             is_worse = now is None or new.ratio < now.ratio
-            if name in self._limited and new.ratio < self._min_ratio and is_worse:
+            is_limited = limits is not None and name in limits.sources
+            if limits is not None and is_limited and new.ratio < limits.min_coverage and is_worse:
                 raise ConfigError(
                     f"recommend: the ranker knows {new.num_known} of the {new.num_items} items of "
                     f"{name} ({int(100 * new.ratio)} %); recommend.min_coverage is "
-                    f"{self._min_ratio:g}"
+                    f"{limits.min_coverage:g}"
                 )
         return measured
 
     async def measure(
-        self, vocabulary: ItemVocabulary | None = None, items: Mapping[str, Items] | None = None
+        self,
+        vocabulary: ItemVocabulary | None = None,
+        items: Mapping[str, Items] | None = None,
+        config: RecommendConfig | None = None,
     ) -> Measured:
         """Measure as `check` does, without the minimum.
 
-        A new ranker affects all sources, a new version of a source only that source.
+        A new ranker or section affects all sources, a new version of a source only that source.
         """
         new = items or {}
-        names = new if new and vocabulary is None else self._items
-        listed = {name: new.get(name, self._items[name]) for name in names if name in self._items}
+        if (used := config or self._config) is None:
+            return {}
+        names = {*used.sources} if used.popular is None else {*used.sources, POPULAR}
+        only = self._items if config or vocabulary or not new else new
+        listed = {
+            name: new.get(name, items)
+            for name, items in self._items.items()
+            if name in names and name in only
+        }
         if not listed:
             return {}
         known = self._vocabulary() if vocabulary is None else vocabulary
@@ -411,8 +426,13 @@ class CoverageRule:
             lambda: {name: Coverage.of(known, items()) for name, items in listed.items()}
         )
 
-    def accept(self, measured: Measured) -> None:
-        """Record a measurement as the current coverage."""
+    def accept(self, measured: Measured, config: RecommendConfig | None = None) -> None:
+        """Record a measurement as the current coverage, and a new section as the current one."""
+        if config is not None:
+            self._config = config
+            for name in self._now.keys() - measured.keys():
+                del self._now[name]
+                self._on_measured(name, math.nan)
         self._now.update(measured)
         for name, coverage in measured.items():
             self._on_measured(name, coverage.ratio)

@@ -13,10 +13,12 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,16 +33,16 @@ from npu_gr.catalogue.filters import (
     attribute_in,
     deny_items,
 )
-from npu_gr.catalogue.names import EMPTY, ItemNames, collisions, key_of
+from npu_gr.catalogue.names import EMPTY, ItemNames, key_of
 from npu_gr.catalogue.records import read_items
-from npu_gr.catalogue.replay import complete, replay, with_items
+from npu_gr.catalogue.replay import Applied, applied, replay
 from npu_gr.catalogue.trie import Codebooks
-from npu_gr.catalogue.versions import Catalogue, Snapshot, make_snapshot, restore, withdraw
+from npu_gr.catalogue.versions import Catalogue, Snapshot, make_snapshot
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import CatalogueError
 from npu_gr.core.lifetime import to_the_end
 from npu_gr.core.memory import free_memory, misfit
-from npu_gr.core.served import CatalogueChange, CatalogueInfo
+from npu_gr.core.served import CatalogueChange, CatalogueInfo, DeltaMark
 from npu_gr.engine.beam_search import Tables
 from npu_gr.engine.queue import JobOrder
 from npu_gr.engine.scheduler import Scheduler
@@ -48,6 +50,22 @@ from npu_gr.handlers.config import GenerateConfig
 from npu_gr.handlers.scored_items import Before, Commit, Follow, accept_any, no_follower
 
 log = logging.getLogger(__name__)
+
+Around = Callable[[Callable[[], Awaitable[None]]], Coroutine[Any, Any, None]]
+"""Calls the function that it gets, which makes a change durable, among other work."""
+
+
+async def _alone(keep: Callable[[], Awaitable[None]]) -> None:
+    await keep()
+
+
+class FromDeltas(NamedTuple):
+    """Deltas whose items a catalogue is to have."""
+
+    mark: DeltaMark  # the last of them
+    around: Around  # writes what else they change, in the same step
+    is_strict: bool  # an invalid item is an error; else what does not fit is left out
+
 
 # Attribute -> values. An item passes if it has one of the values of every attribute.
 Query = Mapping[str, tuple[bool | int | float | str, ...]]
@@ -251,52 +269,71 @@ class ServedCatalogue:
         if self._log is not None:
             self._log.close()
 
-    async def update(self, change: CatalogueChange, before: Before = accept_any) -> CatalogueInfo:
-        """Serve a version with items added, withdrawn and restored, and keep the change in the log.
+    async def update(
+        self,
+        changes: Sequence[CatalogueChange],
+        before: Before = accept_any,
+        deltas: FromDeltas | None = None,
+    ) -> CatalogueInfo:
+        """Serve a version with items added, withdrawn and restored, and keep it in the log.
 
         An item without a semantic ID gets one by the centroids in the folder of the file; it is in
         the result. So are new items whose id is that of another name; they are left out.
+
+        Args:
+            changes: One change; of deltas any number, in order.
+            before: Awaited before the version is published; its errors prevent it.
+            deltas: The deltas that have them.
 
         Raises:
             DataError: an item is invalid; the current version stays. Also after errors of `before`.
             Unavailable: the log cannot be written; the current version stays.
         """
-        made: dict[str, tuple[int, ...]] = {}
-        whole = change
-        rejected: dict[str, str] = {}
+        made = list[Applied]()
 
         def changed() -> Snapshot:
-            nonlocal whole
-            with self._catalogue.pin() as snapshot:
-                served = snapshot
-                ids = np.array([new.item_id for new in change.add], np.int64)
-                others = collisions(
-                    [new.name for new in change.add], ids, [snapshot.names, self.names]
-                )
-                rejected.update((one, f"has the id of {other!r}") for one, other in others.items())
-                items = [new for new in change.add if new.name not in others]
-                whole = replace(change, add=complete(snapshot, items, self._centroids))
-                if items:
-                    made.update(
-                        (new.name or str(new.item_id), new.sid)
-                        for new in whole.add
-                        if new.has_made_sid
+            with self._catalogue.pin() as served:
+                snapshot = served
+                for change in changes:
+                    one = applied(
+                        snapshot,
+                        change,
+                        [snapshot.names, self.names],
+                        self._centroids,
+                        is_strict=deltas is None or deltas.is_strict,
                     )
-                    snapshot = with_items(snapshot, whole.add)
-                if change.withdraw is not None:
-                    snapshot = withdraw(snapshot, change.withdraw)
-                if change.restore is not None:
-                    snapshot = restore(snapshot, change.restore)
-                if snapshot.version == served.version:
-                    return served
-                return replace(snapshot, changes=served.changes.then(whole))
+                    made.append(one)
+                    snapshot = one.snapshot
+                after = served.changes.then(*(one.change for one in made))
+                if deltas is not None:
+                    return replace(snapshot, changes=replace(after, delta=deltas.mark))
+                return (
+                    served
+                    if snapshot.version == served.version
+                    else replace(snapshot, changes=after)
+                )
 
         def write(snapshot: Snapshot) -> None:
-            if self._log is not None and snapshot.changes is not self.changes:
-                self._log.append(whole, snapshot.changes)
+            if self._log is None or snapshot.changes is self.changes:
+                return
+            if deltas is None:
+                self._log.append(made[0].change, snapshot.changes)
+            else:
+                self._log.write(snapshot.changes)
 
-        info = await self._publish(changed, before, write, is_strict=True)
-        return replace(info, sids=made, rejected=rejected)
+        info = await self._publish(
+            changed,
+            before,
+            write,
+            is_strict=deltas is None or deltas.is_strict,
+            around=_alone if deltas is None else deltas.around,
+        )
+        items = [new for one in made for new in one.change.add if new.has_made_sid]
+        return replace(
+            info,
+            sids={new.name or str(new.item_id): new.sid for new in items},
+            rejected={name: why for one in made for name, why in one.rejected.items()},
+        )
 
     async def _publish(
         self,
@@ -305,6 +342,7 @@ class ServedCatalogue:
         write: Callable[[Snapshot], None],
         *,
         is_strict: bool,
+        around: Around = _alone,
     ) -> CatalogueInfo:
         async with self._publishing:
             snapshot = await asyncio.to_thread(make)
@@ -317,10 +355,14 @@ class ServedCatalogue:
                 )
                 self._tables[snapshot.content] = uploaded.value
             commit = await self.follow(snapshot, is_strict)
+
+            async def finish() -> None:
+                await around(partial(asyncio.to_thread, write, snapshot))
+                self._catalogue.publish(snapshot)
+                commit()
+
             # from here on nothing fails or is cancelled: what is in the log is served
-            await to_the_end(asyncio.to_thread(write, snapshot))
-            self._catalogue.publish(snapshot)
-            commit()
+            await to_the_end(finish())
             retained = self._catalogue.contents()
             self._tables = {
                 content: tables for content, tables in self._tables.items() if content in retained
@@ -349,10 +391,13 @@ class ServedCatalogue:
         """
         async with self._publishing:
             previous = self._catalogue.kept()
+            # the items of a delta are not taken from its folder again
+            changes = replace(previous.changes, delta=self.changes.delta)
             commit = await self.follow(previous, False)
             if self._log is not None:
-                await to_the_end(asyncio.to_thread(self._log.write, previous.changes))
+                await to_the_end(asyncio.to_thread(self._log.write, changes))
             self._catalogue.rollback()
+            self._catalogue.publish(replace(previous, changes=changes))
             commit()
         return self.info()
 

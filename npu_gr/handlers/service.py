@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from npu_gr.core.errors import ConfigError, NotFound, NotTaken, Unprocessable
+from npu_gr.core.errors import ConfigError, DeltaError, NotFound, NotTaken, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import GENERATE, MATCH, RANK, RECOMMEND, SIGNAL, A, Kind, Q
 from npu_gr.core.lifetime import within
@@ -31,6 +31,7 @@ from npu_gr.core.settings import LiveConfig, to_table
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.admin import CatalogueOfGenerator, VectorsOfMatch
 from npu_gr.handlers.base import AdmissionControl, Call, HeldPermit, KindJob
+from npu_gr.handlers.deltas import Deltas
 from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.lookups import Lookups
 from npu_gr.handlers.versions import ServedNames, Versions
@@ -76,6 +77,8 @@ class Service:
         self.lookups = parts.lookups  # of users and items
         self.on_reload: Callable[[], Awaitable[None]] = _reject_reload
         self.on_rollback: Callable[[], Awaitable[None]] = _reject_reload
+        self.deltas: Deltas | None = None  # of the ranker
+        self.num_begun = 0  # requests since the start
         self._not_ready = "starting"
 
     # ---- requests
@@ -101,6 +104,7 @@ class Service:
         arrived_at = time.monotonic() if permit is None else permit.arrived_at
         job: KindJob[Q, A] = self._job(kind)
         tenant = request.user.tenant
+        self.num_begun += 1
 
         async def asked(deadline_at: float) -> A:
             if permit is not None:
@@ -151,16 +155,36 @@ class Service:
             raise Unprocessable(f"reload: {error}") from error
         return self.versions.models()
 
-    async def rollback_models(self) -> list[ModelInfo]:
+    async def rollback_models(self, delta: int | None = None) -> list[ModelInfo]:
         """Serve the previous models; requests in progress keep their version.
+
+        Args:
+            delta: Serve the ranker's weights after this delta instead, 0 for its checkpoint's.
 
         Raises:
             Unprocessable: there are none, or they cannot be served; the current ones stay.
+            NotFound: a delta is named, and there is no ranker.
         """
         try:
-            await self.on_rollback()
-        except ConfigError as error:
+            if delta is None:
+                await self.on_rollback()
+            else:
+                await _of_ranker(self.deltas).roll_back(delta)
+        except (ConfigError, DeltaError) as error:
             raise Unprocessable(f"rollback: {error}") from error
+        return self.versions.models()
+
+    async def add_delta(self, body: bytes) -> list[ModelInfo]:
+        """Make a delta of the ranker's weights durable, and serve it.
+
+        Raises:
+            Unprocessable: it is damaged, or not the next one of this model; nothing is changed.
+            NotFound: there is no ranker.
+        """
+        try:
+            await _of_ranker(self.deltas).add(body)
+        except DeltaError as error:
+            raise Unprocessable(str(error)) from error
         return self.versions.models()
 
     def models(self) -> list[ModelInfo]:
@@ -215,3 +239,9 @@ class Service:
 
 async def _reject_reload() -> None:
     raise ConfigError("this instance has no configuration file to reload")
+
+
+def _of_ranker(deltas: Deltas | None) -> Deltas:
+    if deltas is None:
+        raise NotFound("this instance has no ranker, so there are no weights to change")
+    return deltas

@@ -269,8 +269,6 @@ class SourceRequest(NamedTuple):
     shared_encoder: SharedEncoderUse
 
 
-POPULAR = "popular"  # source name of the list of popular items
-
 Source = Callable[[SourceRequest], Awaitable[I64]]
 """Returns distinct items, best first. Raises ColdUser without data of the user, else NpuGrError."""
 

@@ -29,6 +29,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from npu_gr.model.history_tokenizer import ItemVocabulary
+from npu_gr.model.weight_stamps import WeightStamps
 
 WAIT_S = 10.0  # longest wait of a change for readers; requests end within their budget
 _POLL_S = 0.1
@@ -174,8 +175,15 @@ class SpareRows:
         ids[: len(old.new_ids)], stamps[: len(old.new_ids)] = old.new_ids, old.stamps
         for (item, digest), place in new.items():
             ids[place], stamps[place] = item, digest
-        self.vocabulary = old.with_new(ids, stamps, np.array(places, np.int64))
-        self._older.append(weakref.ref(old))
+        self._replace(old.with_new(ids, stamps, np.array(places, np.int64)))
+
+    def stamp(self, weights: WeightStamps) -> None:
+        """Let the vocabulary say which deltas have changed the weights."""
+        self._replace(self.vocabulary.with_weights(weights))
+
+    def _replace(self, vocabulary: ItemVocabulary) -> None:
+        self._older.append(weakref.ref(self.vocabulary))
+        self.vocabulary = vocabulary
 
     def _collect(self) -> None:
         """Free the rows whose readers have ended."""

@@ -139,13 +139,20 @@ class EraseJob:
 
         Raises:
             StoreFailed: the store failed; the memory of this instance has erased the user.
+            PoolFailed: the pool behind that memory may still have the user.
         """
         try:
             is_overwritten = await self._histories.erase(request.user)
         finally:
             stored_at = time.monotonic()
+            failed: NpuGrError | None = None
             for version in self._versions.all():
-                await version.relay.erase(request.user)
+                try:
+                    await version.relay.erase(request.user)
+                except NpuGrError as error:  # the others erase the user all the same
+                    failed = error
+            if failed is not None:
+                raise failed
         return EraseAnswer(
             pending=self._pending(request.user, is_overwritten),
             stages_s={"store": stored_at - call.arrived_at, "tiers": time.monotonic() - stored_at},

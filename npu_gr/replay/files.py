@@ -86,7 +86,7 @@ class QueryLog:
         """Count or raise an invalid line; `number` is from 1."""
         message = f"{self.path}, line {number}: {reason}"
         if self._bad_lines == "fail":
-            raise DataError(message)
+            raise DataError(f"{message}; `npu-gr replay run --bad-lines skip` leaves it out")
         self.num_bad += 1
         if len(self.bad) < MAX_NAMED:
             self.bad.append(message)

@@ -69,7 +69,7 @@ def svg(
                 axes.set(**{f"{name}lim": (0, None)})
         handles, names = axes.get_legend_handles_labels()
         if handles:
-            figure.legend(handles, names, loc="outside upper left", ncols=5, handlelength=1.2)
+            figure.legend(handles, names, loc="outside upper left", ncols=5, handlelength=2.4)
         out = io.StringIO()
         figure.savefig(
             out, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
@@ -87,11 +87,13 @@ body { font: 14px/1.45 system-ui, sans-serif; color: #16191f; background: #fff;
 h1 { font-size: 22px; } h2 { font-size: 18px; margin-top: 32px; }
 h3 { font-size: 14px; margin: 0 0 4px; }
 .plots { display: grid; gap: 20px;
-  grid-template-columns: repeat(auto-fill, minmax(min(620px, 100%), 1fr)); }
-figure { margin: 0; padding: 12px; border: 1px solid var(--line); border-radius: 8px; }
+  grid-template-columns: repeat(auto-fill, minmax(min(540px, 100%), 1fr)); }
+figure { margin: 0; padding: 12px; border: 1px solid var(--line); border-radius: 8px;
+  min-width: 0; overflow-x: auto; }
 figure:first-child { grid-column: 1 / -1; }
-svg { width: 100%; height: auto; display: block; max-height: 560px; }
-table { border-collapse: collapse; margin: 8px 0 16px; }
+svg { width: 100%; min-width: 480px; height: auto; display: block; max-height: 560px; }
+h1 + figure svg, figure:first-child svg { min-width: 800px; }
+table { border-collapse: collapse; margin: 8px 0 16px; display: block; overflow-x: auto; }
 td, th { padding: 3px 10px; text-align: right; }
 .facts td { text-align: left; overflow-wrap: anywhere; }
 tr { border-bottom: 1px solid var(--line); } td:first-child, th:first-child { text-align: left; }
@@ -119,7 +121,9 @@ _WORDS = {
 def page(study: Study, title: str, first: str = "") -> str:
     """Write the HTML document of a study; `first` is a figure that stands before its tables."""
     head = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title>"
     )
     parts = [head, f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"]
     parts += [first, _summary(study)]

@@ -53,6 +53,9 @@ class ReplayOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     api_key: Annotated[str | None, Meta(description="sent as a bearer token; never reported")] = (
         None
     )
+    item_key: Annotated[
+        bytes, Meta(description="key of the items' ids, which reads names in answers; not reported")
+    ] = b""
     speed: Annotated[
         Positive, Meta(description="log seconds per second; not together with rate")
     ] = 1.0

@@ -178,7 +178,7 @@ class _Player:
         answer = None
         if not error:
             try:
-                answer, fingerprint = read_answer(record, content)
+                answer, fingerprint = read_answer(record, content, self._options.item_key)
             except (msgspec.MsgspecError, ValueError):
                 error = "bad answer"
             else:

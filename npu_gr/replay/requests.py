@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 import msgspec
 
 from npu_gr.core.history import Events, UserKey
-from npu_gr.core.kinds import Kind, Scored
+from npu_gr.core.kinds import RECOMMEND, Kind, Scored
 from npu_gr.core.names import answered_ids
 from npu_gr.core.renamed import current
 from npu_gr.replay.log import (
@@ -54,6 +54,8 @@ def encode(record: QueryRecord) -> bytes:
         body |= {
             name: _raw(current(value)) for name, value in msgspec.structs.asdict(options).items()
         }
+    if record.kind == RECOMMEND.name:
+        body["format"] = "columns"
     return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
 
 
@@ -236,12 +238,15 @@ _SCORED = {
 _UNSCORED = msgspec.json.Decoder(_Unscored)
 
 
-def read_answer(record: QueryRecord, content: bytes) -> tuple[ReplayedAnswer | None, str]:
+def read_answer(
+    record: QueryRecord, content: bytes, item_key: bytes = b""
+) -> tuple[ReplayedAnswer | None, str]:
     """Parse the body of a successful answer.
 
     Args:
         record: The request.
         content: JSON body.
+        item_key: Key of the items' ids; empty = they have none.
 
     Returns:
         The answer (None for a kind without scores), and the fingerprint of its history ("" if it
@@ -271,7 +276,7 @@ def read_answer(record: QueryRecord, content: bytes) -> tuple[ReplayedAnswer | N
     if has.version is not None:
         answer["model_version"] = getattr(body, has.version)
     if hasattr(body, "items"):
-        answer["items"] = answered_ids(body.items).tolist()
+        answer["items"] = answered_ids(body.items, item_key).tolist()
         return answer, history.get("fingerprint", "")
     num = len(record.candidate_ids())
     if any(len(scores) != num for scores in answer["scores"].values()):

@@ -94,7 +94,7 @@ async def replay(
     if not run.num_planned and not interrupted:
         raise DataError(f"{log if isinstance(log, Path) else 'log'}: no records to replay")
     settings = msgspec.to_builtins(options)
-    del settings["api_key"]
+    del settings["api_key"], settings["item_key"]
     num_bad, bad = run.bad_lines
     return summarise(run.tally, settings, interrupted, bad, num_bad)
 

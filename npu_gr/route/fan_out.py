@@ -195,9 +195,13 @@ def combined_answer(change: Change, answers: Mapping[str, Answered]) -> web.Resp
     pending = sorted(name for name, answer in answers.items() if answer.status == 202)
     if not pending and not unreachable:
         return web.Response(status=204)
+    where: dict[str, str] = {}
+    for name in pending:
+        body = _parsed(answers[name].text)
+        where |= body.get("where", {}) if isinstance(body, dict) else {}
     return _json(
         200 if unreachable else 202,
-        {"erased": done, "pending": pending, "unreachable": unreachable},
+        {"erased": done, "pending": pending, "unreachable": unreachable, "where": where},
     )
 
 

@@ -25,6 +25,7 @@ import xxhash
 from npu_gr.core.kinds import KINDS, RANK, Kind, Routing, Scope
 from npu_gr.core.tls import CIPHERS, ClientTlsConfig, ServerTlsConfig
 from npu_gr.route.config import InstanceConfig, RouterConfig, joined
+from npu_gr.route.placement import OF_USER
 from npu_gr.server.auth.keys import KeyEntry
 from npu_gr.server.auth.rules import is_loopback_name, rules
 
@@ -229,6 +230,9 @@ if {{ req.hdr_val(content-length) gt {config.limits.max_body_bytes} }}
   http-request set-var(txn.user) req.hdr({user}),url_dec if {{ req.hdr({user}),url_dec -m found }}
   http-request set-var(txn.user) req.body,json_query('$.user_id') \
 if by_user !{{ var(txn.user) -m found }}
+  acl lookup path_beg {OF_USER}
+  http-request set-var(txn.user) path,regsub(^{OF_USER},),url_dec \
+if lookup !{{ var(txn.user) -m found }}
   acl named var(txn.user) -m len gt 0
   http-request return status 400 content-type application/problem+json \
 string '{_problem(f"{user}: missing")}' if by_user !named !normal
@@ -239,6 +243,7 @@ if by_user !normal {{ queue(users) gt {_most_queued(config, inputs)} }}
 {_priorities(*KINDS.values())}
 {_overloaded("users")}
   use_backend everywhere if everywhere
+  use_backend users if lookup
 {_full(inputs)}
   use_backend users if by_user !normal
   default_backend any

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from npu_gr.core.tls import ServerTlsConfig
 from npu_gr.route import external_processor_pb2 as pb
 from npu_gr.route.config import InstanceConfig, PickerConfig, RouterConfig, joined
 from npu_gr.route.fan_out import InstanceCalls
-from npu_gr.route.placement import BY_USER, Member, Ring, Signals, bound, order, routing_of
+from npu_gr.route.placement import BY_USER, Member, Ring, Signals, bound, order, routing_of, user_in
 from npu_gr.server.grpc.calls import waiting
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class EndpointTable:
         self._ring = Ring(())
         self.endpoints: dict[str, str] = {}  # name -> ip:port
         self.ready: set[str] = set()
+        self._weight = 0.0  # of all that are ready
         self._failures = Counter[str]()
         self._fall = config.health.fall
 
@@ -104,6 +105,7 @@ class EndpointTable:
             for one in listed
             if self._failures[one.name] < self._fall and one.name in self.endpoints
         }
+        self._weight = sum(one.weight for one in listed if one.name in self.ready)
 
     def choose(self, routing: Routing | None, user: bytes, subset: set[str] | None) -> list[str]:
         """Choose the instance for a request, and a second one if the kind allows retries.
@@ -117,25 +119,23 @@ class EndpointTable:
             Names of the instances; empty = there is none.
         """
         # If none of them is ready, trust the gateway's list rather than our own checks.
-        allowed = {name for name, at in self.endpoints.items() if subset is None or at in subset}
-        able = (allowed & self.ready) or allowed
+        able: Collection[str] = self.ready or self.endpoints
+        if subset is not None:
+            allowed = {name for name, at in self.endpoints.items() if at in subset}
+            able = (allowed & self.ready) or allowed
         now_at = time.monotonic()
         signalled = self.signals.find(user, now_at)
         has_room = self._has_room if self._factor else None
-        chosen = order(
-            self._ring, routing, user, able, self.in_flight.__getitem__, signalled, has_room
-        )
+        in_flight = self.in_flight.__getitem__
+        chosen = order(self._ring, routing, user, able, in_flight, signalled, has_room, most=2)
         if routing is Routing.SIGNAL and user and chosen:
             self.signals.remember(user, chosen[0], now_at)
         return chosen[: 1 + (routing is Routing.FOLLOW)]
 
     def _has_room(self, name: str) -> bool:
-        weights = {
-            one.name: one.weight for one in self._instances.values() if one.name in self.ready
-        }
-        total = sum(self.in_flight[one] for one in weights)
-        most = bound(total, weights.get(name, 0.0), sum(weights.values()) or 1.0, self._factor)
-        return self.in_flight[name] < most
+        weight = self._instances[name].weight if name in self.ready else 0.0
+        total = sum(map(self.in_flight.__getitem__, self.ready))
+        return self.in_flight[name] < bound(total, weight, self._weight or 1.0, self._factor)
 
 
 class PickRequest:
@@ -196,7 +196,8 @@ class PickRequest:
             raise PickerRejection(
                 501, "not supported by the gateway; send it to the router's own address"
             )
-        self._user = unquote_to_bytes(given.get(self._fleet.user_header, b""))
+        named = unquote_to_bytes(given.get(self._fleet.user_header, b""))
+        self._user = named or user_in(path)
         wants_body = (
             self._routing in BY_USER
             and not self._user

@@ -20,7 +20,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import StrEnum
 from functools import lru_cache
+from itertools import islice
 from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
 
 import xxhash
 
@@ -28,12 +30,15 @@ from npu_gr.core.kinds import KINDS, Routing
 
 # Points of a member of weight 1. With 256, the shares of equal members differ by about 6 %.
 POINTS = 256
+MOST_TRIES = 8  # instances that are tried for a request
 BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
+OF_USER = "/v1/users/"  # begins the paths that end with a user
 _ROUTES = [
     (kind.method, re.compile(re.sub("{[^}]*}", "[^/?]+", path)), kind.routing)
     for kind in KINDS.values()
     for path in kind.paths
 ]
+_ROUTES.append(("GET", re.compile(OF_USER + "[^/?]+"), Routing.ONCE))  # what its instance knows
 
 
 class Member(NamedTuple):
@@ -182,6 +187,11 @@ def routing_of(method: str, path: str) -> Routing | None:
     )
 
 
+def user_in(path: str) -> bytes:
+    """Return the user at the end of a raw path (without query); empty = the path names none."""
+    return unquote_to_bytes(path.removeprefix(OF_USER)) if path.startswith(OF_USER) else b""
+
+
 def order(
     ring: Ring,
     routing: Routing | None,
@@ -190,6 +200,8 @@ def order(
     in_flight: Callable[[str], int],
     signalled: str | None = None,
     has_room: Callable[[str], bool] | None = None,
+    *,
+    most: int = MOST_TRIES,
 ) -> list[str]:
     """Order the instances for a request: the chosen one, then those to retry at.
 
@@ -202,9 +214,10 @@ def order(
         signalled: Instance of the user's last signal; ignored for a signal.
         has_room: Whether an instance is below its bounded load, for a signal; None = loads are not
             bounded.
+        most: Largest number of instances to return.
     """
     if routing not in BY_USER or not user:
-        names = random.sample(sorted(able), len(able))
+        names = random.sample(tuple(able), min(most, len(able)))
         return sorted(names[:2], key=in_flight) + names[2:]
     is_signal = routing is Routing.SIGNAL
     first = place(
@@ -216,4 +229,5 @@ def order(
     )
     if first is None:
         return []
-    return [first.name, *(name for name in ring.walk(user) if name != first.name and name in able)]
+    others = (name for name in ring.walk(user) if name != first.name and name in able)
+    return [first.name, *islice(others, most - 1)]

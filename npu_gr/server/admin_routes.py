@@ -22,6 +22,7 @@ from npu_gr.server.openapi import document
 from npu_gr.server.schemas.admin import (
     CHANGE_BYTES,
     CatalogueItemsBody,
+    RollbackBody,
     parse_catalogue_change,
     render_catalogue,
     render_vectors,
@@ -33,7 +34,7 @@ from npu_gr.server.status import DebugViews, config_text
 
 
 class ModelRoutes:
-    """The served models: list, reload, roll back."""
+    """The served models: list, reload, change by a delta, roll back."""
 
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service
@@ -41,6 +42,7 @@ class ModelRoutes:
     def routes(self) -> list[web.RouteDef]:
         return [
             web.get("/v1/models", self._show),
+            web.post("/v1/models/delta", self._delta),
             web.post("/v1/models/reload", self._reload),
             web.post("/v1/models/rollback", self._rollback),
         ]
@@ -51,8 +53,13 @@ class ModelRoutes:
     async def _reload(self, _: web.Request) -> web.Response:
         return _listing(await self._service.reload_models())
 
-    async def _rollback(self, _: web.Request) -> web.Response:
-        return _listing(await self._service.rollback_models())
+    async def _rollback(self, request: web.Request) -> web.Response:
+        body = request[BODY]
+        wanted = decode(body, request.content_type, RollbackBody) if body else RollbackBody()
+        return _listing(await self._service.rollback_models(wanted.delta))
+
+    async def _delta(self, request: web.Request) -> web.Response:
+        return _listing(await self._service.add_delta(request[BODY]))
 
 
 def _listing(models: Sequence[ModelInfo]) -> web.Response:

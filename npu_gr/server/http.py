@@ -155,11 +155,12 @@ def problem(
 
 
 def from_error(
-    error: BaseException, request_id: str, *, is_inference: bool = False
+    error: BaseException, request_id: str, *, is_inference: bool = False, remark: str = ""
 ) -> web.Response:
     """Translate an exception of a handler into a response.
 
-    An exception that is neither NpuGrError nor aiohttp's is logged and becomes a 500.
+    `remark` says what to send instead, where aiohttp found no route. An exception that is neither
+    NpuGrError nor aiohttp's is logged and becomes a 500.
     """
     if isinstance(error, NpuGrError):
         answer = problem(
@@ -177,8 +178,9 @@ def from_error(
             answer.headers["WWW-Authenticate"] = "Bearer"
         return answer
     if isinstance(error, web.HTTPException):
+        detail = f"{error.reason}{remark}"
         answer = problem(
-            error.status, error.reason.lower(), error.reason, request_id, is_inference=is_inference
+            error.status, error.reason.lower(), detail, request_id, is_inference=is_inference
         )
         if "Allow" in error.headers:
             answer.headers["Allow"] = error.headers["Allow"]

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from aiohttp import web
+import msgspec
+from aiohttp import HttpVersion10, web
 
 from npu_gr.core.errors import (
+    BadRequest,
     DeadlineExceeded,
     NotFound,
     Overloaded,
@@ -29,6 +31,7 @@ from npu_gr.core.errors import (
 )
 from npu_gr.core.kinds import KINDS, Kind, Scope
 from npu_gr.core.logs import CURRENT
+from npu_gr.core.text_format import near
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import ABANDONED
 from npu_gr.server import http
@@ -44,6 +47,7 @@ from npu_gr.server.auth.rules import (
     rules,
 )
 from npu_gr.server.config import ServerConfig
+from npu_gr.server.schemas import CODECS
 from npu_gr.server.schemas.media import check_type
 from npu_gr.server.service_protocol import ServiceProtocol
 
@@ -244,7 +248,10 @@ class Pipeline:
         except Exception as failed:  # noqa: BLE001  (the one translation of errors)
             error = failed
             response = http.from_error(
-                error, call.request_id, is_inference=request.path.startswith("/v2")
+                error,
+                call.request_id,
+                is_inference=request.path.startswith("/v2"),
+                remark=self._remark(request, error),
             )
             status = response.status
         finally:
@@ -264,6 +271,8 @@ class Pipeline:
     async def _answer(
         self, request: web.Request, call: ServerCall, handler: Handler
     ) -> web.StreamResponse:
+        if request.version < HttpVersion10:
+            raise BadRequest("the first line of the request names no version of HTTP")
         address = self._address(request)
         path = request.path if call.route == NO_ROUTE else call.route
         if not address.serves(path):
@@ -283,13 +292,14 @@ class Pipeline:
             raise TooLarge(f"{call.route} takes no body")  # without a key none is read
         if call.route == NO_ROUTE and request.match_info.http_exception is None:
             raise NotFound(f"{path}: write the path as the documentation does, without the host")
-        _check_media(request)
+        octets = 0 if rule is None else rule.octets
+        _check_media(request, may_be_octets=octets > 0)
         kind = call.kind
         if kind is not None:
             self._lifecycle.limit(call)
         if kind is None or kind.must_finish:
             await self._admission.receive(
-                request, None, "", _NO_LIMIT_S, is_counted=address.is_public
+                request, None, "", _NO_LIMIT_S, is_counted=address.is_public, most_bytes=octets
             )
             return await handler(request)
         tenant = call.key.tenant or ""
@@ -300,6 +310,22 @@ class Pipeline:
             request, kind, tenant, call.body_at, left_s
         ) as call.permit:
             return await handler(request)
+
+    def _remark(self, request: web.Request, error: Exception) -> str:
+        """Say which method and body a path takes, or which path is near; "" = nothing to say."""
+        if isinstance(error, web.HTTPNotFound):
+            address = self._address(request)
+            paths = {path for _, path in self._rules if address.serves(path)}
+            # a known path may have no handler, such as that of a recorder that is off
+            return "" if request.path in paths else near(request.path, paths)
+        if not isinstance(error, web.HTTPMethodNotAllowed):
+            return ""
+        kind = self._kinds.get(("POST", request.path))
+        cls = None if kind is None else CODECS[kind.name].body
+        if cls is None:
+            return f"; this path takes {', '.join(sorted(error.allowed_methods))}"
+        needed = [one.name for one in msgspec.structs.fields(cls) if one.required]
+        return f"; this path takes POST with a JSON body, at least {', '.join(needed)}"
 
     def _address(self, request: web.Request) -> Address:
         name = None if request.transport is None else request.transport.get_extra_info("sockname")
@@ -335,7 +361,7 @@ def _method(request: web.Request) -> str:
     return "GET" if request.method == "HEAD" else request.method
 
 
-def _check_media(request: web.Request) -> None:
+def _check_media(request: web.Request, *, may_be_octets: bool) -> None:
     """Check the media type of a body.
 
     Forms and plain text, which a browser sends across sites without a preflight, are rejected.
@@ -349,8 +375,9 @@ def _check_media(request: web.Request) -> None:
             f"Content-Encoding: {encoding[:32]!r} is not supported; send the body uncompressed"
         )
     if request.body_exists:
-        media = request.content_type
-        if media != OCTETS or not _is_infer(request):
+        media = request.content_type  # octets if none is named, as browsers can do across sites
+        names_octets = may_be_octets and bool(request.headers.get("Content-Type", "").strip())
+        if media != OCTETS or not (names_octets or _is_infer(request)):
             check_type(media)
 
 

@@ -14,13 +14,18 @@ from npu_gr.server.auth.rules import rules
 from npu_gr.server.debug.routes import DEFAULT_S
 from npu_gr.server.debug.stacks import MAX_S, MIN_S
 from npu_gr.server.http import Problem
-from npu_gr.server.lookup_routes import MOST_FOUND, FoundItemsOut, UserOut
 from npu_gr.server.middleware import OCTETS
 from npu_gr.server.oip.models import BYTES, DTYPES, MOST_TENSORS, TIMEOUT
 from npu_gr.server.oip.routes import BINARY_OUTPUT, InferOut
 from npu_gr.server.schemas import CODECS
-from npu_gr.server.schemas.admin import CatalogueItemsBody, CatalogueOut, VectorsOut
+from npu_gr.server.schemas.admin import (
+    CatalogueItemsBody,
+    CatalogueOut,
+    RollbackBody,
+    VectorsOut,
+)
 from npu_gr.server.schemas.fields import MOST_ITEMS, Codec, ItemOut, ObjectsOut, UserBody
+from npu_gr.server.schemas.lookups import MOST_FOUND, FoundItemsOut, UserOut
 from npu_gr.server.schemas.media import JSON, MSGPACK
 
 _Json = dict[str, Any]
@@ -101,16 +106,16 @@ _INFER: _Json = {
 def document() -> dict[str, Any]:
     """Build the whole document."""
     schemas = _Schemas()
-    paths = {
-        **_kind_paths(schemas),
+    paths = _kind_paths(schemas)
+    for path, operations in _lookup_paths(schemas).items():  # the user's has an erasure, too
+        paths[path] = paths.get(path, {}) | operations
+    paths |= {
         **_admin_paths(schemas),
         **_record_paths(schemas),
         **_health_paths(schemas),
         **_inference_paths(schemas),
         **_observability_paths(schemas),
     }
-    for path, operations in _lookup_paths(schemas).items():  # the user's has an erasure, too
-        paths[path] = paths.get(path, {}) | operations
     for (method, path), rule in rules().items():
         addresses = (("public", rule.is_public), ("admin", rule.is_admin))
         paths[path][method.lower()]["tags"] = [name for name, serves in addresses if serves]
@@ -143,6 +148,7 @@ class _Schemas:
         ]
         structs += [
             CatalogueItemsBody,
+            RollbackBody,
             UserBody,
             CatalogueOut,
             VectorsOut,
@@ -251,7 +257,20 @@ def _admin_paths(schemas: _Schemas) -> _Json:
         "operationId": "rollbackModels",
         "summary": "Serve the models of before the last reload that changed one. Requests in "
         "progress keep their version.",
+        "requestBody": {"required": False, "content": schemas.any_media(RollbackBody)},
         "responses": reload_models["responses"],
+    }
+    add_delta = {
+        "operationId": "addDelta",
+        "summary": "Make a delta of the ranker's weights durable, and serve it between two passes.",
+        "requestBody": {
+            "required": True,
+            "content": {OCTETS: {"schema": {"type": "string", "format": "binary"}}},
+        },
+        "responses": {
+            "200": {"description": "Done.", "content": {JSON: {}}},
+            **schemas.errors("401", "404", "413", "422", "429", "503"),
+        },
     }
     update_catalogue = {
         "operationId": "updateCatalogue",
@@ -288,6 +307,7 @@ def _admin_paths(schemas: _Schemas) -> _Json:
         "/v1/models": schemas.get(
             "models", "The served models, and those that still drain.", "401"
         ),
+        "/v1/models/delta": {"post": add_delta},
         "/v1/models/reload": {"post": reload_models},
         "/v1/models/rollback": {"post": rollback_models},
         "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The served catalogue.")},

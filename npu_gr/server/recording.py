@@ -44,6 +44,7 @@ class RecordingService:
         self.knows = service.knows
         self.reload_models = service.reload_models
         self.rollback_models = service.rollback_models
+        self.add_delta = service.add_delta
 
     @property
     def catalogue(self) -> CatalogueAdmin:

@@ -144,10 +144,18 @@ class ServiceProtocol(Protocol):
         """
         ...
 
-    async def rollback_models(self) -> list[ModelInfo]:
-        """Serve the models of before the last reload; raises Unprocessable where there are none.
+    async def rollback_models(self, delta: int | None = None) -> list[ModelInfo]:
+        """Serve the models of before the last reload, or the ranker's weights after a delta.
 
-        Requests in progress keep their version.
+        Requests in progress keep their version. Raises Unprocessable where there are none.
+        """
+        ...
+
+    async def add_delta(self, body: bytes) -> list[ModelInfo]:
+        """Make a delta of the ranker's weights durable, and serve it.
+
+        Raises:
+            Unprocessable: It is damaged, or not the next one of the served ranker.
         """
         ...
 

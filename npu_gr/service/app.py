@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.catalogue.names import key_of
-from npu_gr.core.errors import ConfigError, NpuGrError, StoreFailed, StoreFault
+from npu_gr.core.errors import ConfigError, DeltaError, NpuGrError, StoreFailed, StoreFault
 from npu_gr.core.health import DEAD_S
 from npu_gr.core.lifetime import running
 from npu_gr.core.names import difference
@@ -29,9 +30,11 @@ from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.feature_store.user_features import UserFeatures, open_source
 from npu_gr.handlers.admin import CatalogueOfGenerator, VectorsOfMatch
+from npu_gr.handlers.deltas import Deltas
 from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.match import ServedVectors
 from npu_gr.handlers.prefix_histories import PrefixHistoryCache
+from npu_gr.handlers.refresh import Refreshes
 from npu_gr.handlers.service import Parts, Service
 from npu_gr.handlers.versions import ServedNames, Versions
 from npu_gr.history_store.bulkhead import GuardedStore
@@ -49,6 +52,8 @@ from npu_gr.server.run import on_sighup, serve
 from npu_gr.server.service_protocol import ServiceProtocol
 from npu_gr.service.build import open_generation, open_ranking, returned
 from npu_gr.service.config import Config
+from npu_gr.service.greeting import greeting
+from npu_gr.service.idle_heap import IdleHeap
 from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule, lookups
 from npu_gr.service.memory import check_sizes
 from npu_gr.service.reload import Reload
@@ -181,6 +186,26 @@ async def opened(
         )
         stack.push_async_callback(service.stop)
         observe(metrics, settings, scheduler, service)
+        one_at_a_time = asyncio.Lock()
+        if versions.rankers is not None:
+            refreshes = Refreshes(versions, shared.histories.cache, metrics.relay.refreshed)
+            metrics.relay.observe_refreshes(lambda: refreshes.num_pending)
+            await stack.enter_async_context(running(refreshes.run()))
+            deltas = Deltas(
+                versions,
+                one_at_a_time,
+                lambda: settings.config.relay.max_stale_s,
+                metrics.reloads,
+                partial(setattr, metrics.health, "fault"),
+                refreshes,
+                service.catalogue,
+            )
+            service.deltas = deltas
+            with suppress(DeltaError):  # a folder of another checkpoint is left alone
+                await deltas.follow()  # its items, since the weights were read with it
+            if config.models.deltas_from is not None:
+                worker = metrics.health.add("deltas")
+                await stack.enter_async_context(running(deltas.watch(worker)))
         if read is not None:
             reload = Reload(
                 settings=settings,
@@ -191,6 +216,7 @@ async def opened(
                 histories=shared.histories,
                 coverage=coverage,
                 cascade=cascade_of(jobs),
+                vectors=shared.vectors,
                 read=read,
                 open_ranking=lambda new, old, folder: open_ranking(
                     new, backend, scheduler, metrics, old, folder
@@ -201,6 +227,7 @@ async def opened(
                 ranking_returned=lambda old: returned(old, metrics),
                 generation_returned=lambda old: returned(old, metrics),
                 metrics=metrics.reloads,
+                one_at_a_time=one_at_a_time,
             )
             service.on_reload, service.on_rollback = reload, reload.roll_back
         await asyncio.to_thread(trim_heap)
@@ -211,8 +238,11 @@ async def opened(
             if config.record
             else None
         )
-        if recorder is not None:
+        if config.record is not None and recorder is not None:
             purger = recorder.purger
+            metrics.process.observe_recorder(
+                lambda: recorder.is_on, is_enabled=config.record.enabled
+            )
             metrics.health.add("recorder", recorder.worker)
             metrics.health.add("purge", purger.worker)
             metrics.erasures.observe("recordings", lambda: purger.erased_at, lambda: purger.runs)
@@ -222,6 +252,8 @@ async def opened(
                 running(_check_when_back(store, versions, config, service))
             )
         await stack.enter_async_context(running(service.watch()))
+        heap = await asyncio.to_thread(IdleHeap, service)
+        await stack.enter_async_context(running(heap.watch(metrics.health.add("heap"))))
         yield OpenedInstance(service, served, metrics, recorder)
 
 
@@ -260,11 +292,20 @@ async def run(
             with suppress(NpuGrError):  # it has been logged
                 await service.reload_models()
 
+        def greet(port: int, admin_port: int) -> None:
+            for line in greeting(service, config.server, port, admin_port):
+                log.info("%s", line)
+
         if owns_process:
             end_if_blocked(round(DEAD_S))
         with on_sighup(reload):
             why_dead = await serve(
-                app, config.server, on_drain=drain, ready=ready, why_dead=service.why_dead
+                app,
+                config.server,
+                on_drain=drain,
+                ready=ready,
+                on_listening=greet,
+                why_dead=service.why_dead,
             )
     return bool(why_dead or service.parts.metrics.health.why_late())
 
@@ -275,11 +316,14 @@ def open_backend(config: Config, metrics: Metrics) -> Backend:
     Raises:
         ConfigError: the backend cannot be loaded.
     """
-    backend = choose(config.backend, config.native, config.hstu_library, config.attention)
+    backend = choose(
+        config.backend, config.native, config.hstu_library, config.attention, config.device
+    )
     torch.set_num_threads(config.threads)
     metrics.engine.ops_chosen(backend.ops)
     backend.on_fallback = metrics.engine.fell_back
     backend.on_graph = metrics.engine.graph_used
+    backend.on_padding = metrics.engine.graph_padded
     return backend
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,19 +19,22 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import torch
 
-from npu_gr.backend.base import Backend
+from npu_gr.backend.base import BEAM_OPS, Backend
 from npu_gr.catalogue.names import EMPTY, ItemNames, load_actions
-from npu_gr.core.errors import ConfigError, DataError, Unavailable
+from npu_gr.core.errors import ConfigError, DataError, DeltaError, Unavailable
 from npu_gr.core.kinds import GENERATE, RANK
 from npu_gr.core.names import ActionNames
 from npu_gr.core.served import AttentionWay, ModelInfo
 from npu_gr.engine.attention import possible
+from npu_gr.engine.beam_ways import BeamShape, choose_beam_ways
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
 from npu_gr.engine.kv_cache.arena import KVArena
+from npu_gr.engine.kv_cache.mooncake import MOST_VALUE_BYTES, open_pool
 from npu_gr.engine.kv_cache.pages import KVLayout
 from npu_gr.engine.kv_cache.prefix_pool import PrefixPool
+from npu_gr.engine.kv_cache.prefix_store import PrefixStore, SealedStore
 from npu_gr.engine.kv_cache.tier import DramStore
-from npu_gr.engine.kv_cache.tiers import open_tiers
+from npu_gr.engine.kv_cache.tiers import AUTO_RATIO, AUTO_RATIO_OF_TWO, open_tiers
 from npu_gr.engine.page_jobs import PageJobs
 from npu_gr.engine.queue import JobResult
 from npu_gr.engine.rank_engine import RankEngine
@@ -44,10 +47,16 @@ from npu_gr.handlers.scored_items import ScoredItems
 from npu_gr.handlers.served_catalogue import ServedCatalogue
 from npu_gr.metrics.registry import Metrics
 from npu_gr.model import generators, hf_files
+from npu_gr.model.blend import ScoreBlend
 from npu_gr.model.config import HSTUConfig, inexact_fields
+from npu_gr.model.decoder import Decoder
+from npu_gr.model.delta import ModelIdentity
+from npu_gr.model.delta_log import DeltaLog
 from npu_gr.model.generative import GenerativeModel
 from npu_gr.model.history_tokenizer import ItemVocabulary
-from npu_gr.model.weights import Checkpoint, version_of
+from npu_gr.model.served_weights import ServedWeights
+from npu_gr.model.t5 import T5
+from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.config import Calibration
 from npu_gr.relay.relay import Relay
@@ -80,6 +89,8 @@ def kv_layout(
         page_tokens=config.kv_cache.page_tokens,
         dtype=dtype,
         arrangement=backend.arrangement(getattr(torch, dtype), config.kv_cache.page_tokens),
+        window_tokens=shape.attention_window_tokens,
+        first_tokens=shape.attention_first_tokens,
     )
 
 
@@ -122,19 +133,26 @@ async def open_ranking(
     assert config.checkpoint is not None
     folder = Path(config.checkpoint) if folder is None else folder
     names = await asyncio.to_thread(_names, folder)
+    weights = await asyncio.to_thread(_weights, folder, config)
     if serving is not None:
-        if await asyncio.to_thread(version_of, folder) == serving.version:
+        if weights.combined() == serving.weights.combined():
+            _check_cascade(config, serving.engine.model.config, serving.order)
             return _renamed(serving, names)
         await asyncio.to_thread(check_ranker_fits, folder, backend)
-    checkpoint = await asyncio.to_thread(_placed, folder, config, backend)
+    checkpoint = await asyncio.to_thread(_placed, folder, config, backend, weights, names.key)
+    version = weights.combined()
     shape = checkpoint.model.config
-    if config.recommend is not None:
-        order = checkpoint.order
-        config.recommend.check_ranker(
-            str(config.checkpoint),
-            retrieves=shape.retrieval,
-            has_blend=order is not None,
-            has_neighbours=order is not None and order.neighbours is not None,
+    _check_cascade(config, shape, checkpoint.order)
+    if shape.attention_window_tokens and not backend.has_windows:
+        raise ConfigError(
+            f"checkpoint: {config.checkpoint} has attention_window_tokens "
+            f"{shape.attention_window_tokens}, which the kernels of backend {backend.name} do not "
+            "support; serve it with backend cpu"
+        )
+    if config.kv_cache.dtype == "int8" and not backend.has_int8:
+        raise ConfigError(
+            f"kv_cache.dtype: int8 is for backends cpu, cuda and reference: backend {backend.name} "
+            "has no attention that reads it; use bfloat16"
         )
     layout = kv_layout(shape, config, checkpoint, backend)
     if serving is None:
@@ -145,10 +163,13 @@ async def open_ranking(
             backend,
             t_life_s=config.relay.t_life_s,
             clock=time.monotonic,
+            auto_ratio=AUTO_RATIO if config.generate is None else AUTO_RATIO_OF_TWO,
             least_pages=test_pages,
         )
+        store = await asyncio.to_thread(_pool, config)
     else:
         tiers = serving.relay.tiers
+        store = serving.relay.store
         if tiers.pool.arena.layout.layout_id != layout.layout_id:
             raise ConfigError(
                 f"checkpoint: {config.checkpoint} needs another page layout than the current one; "
@@ -158,16 +179,14 @@ async def open_ranking(
     engine = RankEngine(checkpoint.model, backend, scheduler, pool.arena)
     vocabulary = ItemVocabulary(checkpoint.item_ids)
     engine.objective_s = config.slo.objective_s(RANK.name)
-    tried = await _attention(engine, backend, vocabulary, pool, checkpoint.version, config, serving)
-    await verify(
-        engine, vocabulary, pool, dram if config.relay.enabled else None, checkpoint.version, config
-    )
+    tried = await _attention(engine, backend, vocabulary, pool, version, config, serving)
+    await verify(engine, vocabulary, pool, dram if config.relay.enabled else None, version, config)
     if serving is not None:
         engine.copy_bytes_per_s = serving.engine.copy_bytes_per_s
     scored = ScoredItems(engine, vocabulary)
     model = ModelInfo(
         name=checkpoint.name,
-        version=checkpoint.version,
+        version=version,
         tasks=shape.tasks,
         actions=checkpoint.action_names or shape.actions,
         num_items=shape.num_items,
@@ -178,12 +197,13 @@ async def open_ranking(
         kernels=backend.kernels,
         ops=engine.backend.ops,
         attention=tried,
+        delta=weights.info(),
     )
 
     def activate() -> Ranking:
         calibration = _calibration(config, model.version, backend)
         trigger = config.trigger_with_budget()
-        metrics.engine.ops_chosen(model.ops)
+        _export(metrics, model.ops, of_beams=False)
         relay = Relay(
             config.relay,
             trigger,
@@ -192,13 +212,35 @@ async def open_ranking(
             model.version,
             calibration=calibration,
             tenant_weights=config.admission.tenant_weights,
+            store=store,
         )
         observe_relay(metrics, RANK.name, engine, pool, dram, relay)
         return Ranking(
-            config.service, model, scored, engine, relay, metrics, names, checkpoint.order
+            config.service, model, scored, engine, relay, metrics, weights, names, checkpoint.order
         )
 
     return Prepared(activate, model.version, actions=model.actions, names=names, scored=scored)
+
+
+def _check_cascade(config: Config, shape: HSTUConfig, order: ScoreBlend | None) -> None:
+    if config.recommend is not None:
+        config.recommend.check_ranker(
+            str(config.checkpoint),
+            retrieves=shape.retrieval,
+            has_blend=order is not None,
+            has_neighbours=order is not None and order.neighbours is not None,
+        )
+
+
+def _pool(config: Config) -> PrefixStore | None:
+    """Open the pool behind the ranker's DRAM tier, if there is one."""
+    if config.kv_cache.pool is None:
+        return None
+    if not config.kv_cache.dram_bytes:
+        raise ConfigError("kv_cache.pool: it needs a DRAM tier; set kv_cache.dram_bytes over 0")
+    store = open_pool(config.kv_cache.pool, min(config.kv_cache.dram_bytes, MOST_VALUE_BYTES))
+    key = config.kv_cache.pool_key
+    return store if store is None or key is None else SealedStore(store, key.reveal())
 
 
 async def _attention(
@@ -257,14 +299,22 @@ def returned(model: M, metrics: Metrics) -> Prepared[M]:
     def activate() -> M:
         relay, engine = model.relay, model.engine
         relay.take_over()
-        metrics.engine.ops_chosen(model.model.ops)
-        kind = RANK if isinstance(model, Ranking) else GENERATE
-        observe_relay(metrics, kind.name, engine, *relay.tiers, relay)
+        is_ranker = isinstance(model, Ranking)
+        _export(metrics, engine.backend.ops, of_beams=not is_ranker)
+        kind = RANK.name if is_ranker else GENERATE.name
+        observe_relay(metrics, kind, engine, *relay.tiers, relay)
         return model
 
     if isinstance(model, Ranking):
         return Prepared(activate, model.version, model.model.actions, scored=model.items)
     return Prepared(activate, model.version, items=model.items)
+
+
+def _export(metrics: Metrics, ops: Mapping[str, str], *, of_beams: bool) -> None:
+    """Export the implementations that a model chose: of a generator's ops, or of all others."""
+    metrics.engine.ops_chosen(
+        {op: impl for op, impl in ops.items() if (op in BEAM_OPS) == of_beams}
+    )
 
 
 def describe(backend: Backend) -> str:
@@ -283,9 +333,39 @@ def _calibration(config: Config, version: str, backend: Backend) -> Calibration 
     return found
 
 
-def _placed(folder: Path, config: Config, backend: Backend) -> Checkpoint:
+def _weights(folder: Path, config: Config) -> ServedWeights:
+    """Open the weights of a checkpoint, and find its deltas.
+
+    Deltas of another checkpoint are left alone: a training has replaced the folder.
+
+    Raises:
+        ConfigError: the checkpoint or a delta is damaged.
+    """
+    assert config.checkpoint is not None
+    log_ = DeltaLog(config.models.folder(config.checkpoint))
+    try:
+        weights = ServedWeights(folder, log_)
+        log_.files()
+    except DeltaError as error:
+        raise ConfigError(f"{error}; restore the file, or remove it and the later ones") from error
+    try:
+        weights.way = log_.way(weights.base)
+    except DeltaError as error:
+        log.warning("%s serves without deltas: %s", folder, error)
+    return weights
+
+
+def _placed(
+    folder: Path, config: Config, backend: Backend, weights: ServedWeights, item_key: bytes
+) -> Checkpoint:
     """Load the checkpoint to the device in the configured dtype, and freeze the item table."""
     checkpoint = load_checkpoint(folder)
+    identity = ModelIdentity.of(checkpoint.model.config, checkpoint.action_names, item_key)
+    weights.serve(checkpoint.model, identity)
+    try:
+        weights.replay()
+    except DeltaError as error:
+        raise ConfigError(str(error)) from error
     if config.relay.enabled and (reasons := inexact_fields(checkpoint.model.config)):
         raise ConfigError("; ".join(reasons))
     if config.dtype != "checkpoint":
@@ -350,6 +430,11 @@ async def open_generation(
                 "restart the instance"
             )
     pool, dram = tiers
+    if serving is None:
+        shape = _beam_shape(model, section)
+        backend, _ = await choose_beam_ways(backend, scheduler, shape)
+    else:  # as in a ranker's reload
+        backend = serving.engine.backend
     engine = await asyncio.to_thread(
         _generate_engine, model, section, backend, scheduler, pool.arena
     )
@@ -381,6 +466,7 @@ async def open_generation(
             version,
             tenant_weights=config.admission.tenant_weights,
         )
+        _export(metrics, engine.backend.ops, of_beams=True)
         observe_relay(metrics, GENERATE.name, engine, pool, dram, relay)
         return Generation(
             section, folder.name, version, engine, relay, items, metrics, names, actions
@@ -391,7 +477,7 @@ async def open_generation(
 
 def _generative(
     folder: Path, config: Config, section: GenerateConfig, backend: Backend
-) -> GenerativeModel:
+) -> Decoder | T5:
     model = generators.load(folder, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
     section.check_model(
         section.checkpoint, model.config.vocab_size, is_divisible=model.is_divisible
@@ -400,6 +486,22 @@ def _generative(
         section.checkpoint, model.kv_shape, model.config.vocab_size, model.dtype.itemsize
     )
     return model.to(backend.device).eval()
+
+
+def _beam_shape(model: Decoder | T5, section: GenerateConfig) -> BeamShape:
+    layers, kv_heads, head_dim = model.kv_shape
+    levels = len(section.codes)
+    return BeamShape(
+        section.max_beams,
+        model.config.num_heads,
+        kv_heads,
+        head_dim,
+        layers,
+        levels,
+        min(section.max_prompt_tokens, model.longest_prompt(levels)),
+        max(section.codes),
+        model.dtype,
+    )
 
 
 def _generate_engine(
@@ -453,6 +555,9 @@ def observe_relay(
         )
 
     engine.on_copied = copied
+    if relay.pool_copies is not None:
+        relay.pool_copies.on_fetch = metrics.relay.fetched
+        relay.pool_copies.on_put = metrics.relay.put
     metrics.relay.observe_relay(
         kind,
         {work: partial(relay.in_flight, work) for work in ("prefill", "reload", "spill")},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -26,6 +26,8 @@ from npu_gr.server.admission.controller import AdmissionConfig
 from npu_gr.server.config import ServerConfig
 from npu_gr.vector_search.config import MatchConfig
 
+FOLDER_SUFFIX = ".deltas"  # of the folder of deltas next to a checkpoint
+
 
 class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Cached histories, and what a ranker accepts."""
@@ -34,6 +36,20 @@ class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fie
     # policy for a history out of time order: reject it, or sort it and report the number of moved
     # events
     unsorted_history: Literal["reject", "sort"] = "reject"
+
+
+class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Deltas of the ranker's weights."""
+
+    # folder of deltas that this instance follows, and others may; absent: CHECKPOINT.deltas, which
+    # only `POST /v1/models/delta` fills
+    deltas_from: str | None = None
+
+    def folder(self, checkpoint: str) -> Path:
+        """Return the folder of the deltas of a checkpoint."""
+        if self.deltas_from is not None:
+            return Path(self.deltas_from)
+        return Path(checkpoint.rstrip("/") + FOLDER_SUFFIX)
 
 
 class _Ratios(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,6 +97,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # folder of the ranker: config.json, model.safetensors; absent: no ranks
     checkpoint: str | None = None
     backend: BackendName = "cpu"
+    # index of the GPU or NPU, among those that the process may see; absent: the first
+    device: Annotated[int, msgspec.Meta(ge=0)] | None = None
     # native kernels of CPU and NPU: auto = use them if built, require = do not start without them,
     # off
     native: NativeMode = "auto"
@@ -104,6 +122,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     history_store: HistoryConfig = HistoryConfig()
     # source of user features; absent: requests have them
     feature_store: FeatureStoreConfig | None = None
+    models: ModelsConfig = ModelsConfig()
     generate: GenerateConfig | None = None  # absent: no generates
     match: MatchConfig | None = None  # absent: no matches
     recommend: RecommendConfig | None = None  # absent: no recommends

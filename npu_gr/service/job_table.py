@@ -12,7 +12,14 @@ from npu_gr.core.kinds import ERASE, EVENTS, GENERATE, INGEST, KINDS, MATCH, RAN
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.base import KindJob
-from npu_gr.handlers.cascade_plan import HISTORY, NEIGHBOURS, SHARED_ENCODER, TRANSITIONS
+from npu_gr.handlers.cascade_plan import (
+    HISTORY,
+    NEIGHBOURS,
+    POPULAR,
+    SHARED_ENCODER,
+    TRANSITIONS,
+    RecommendConfig,
+)
 from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.item_filters import ItemFilters
 from npu_gr.handlers.lookups import Lookups, RecentItems
@@ -20,7 +27,6 @@ from npu_gr.handlers.match import MatchJob, ServedVectors
 from npu_gr.handlers.recommend import Cascade, RecommendJob
 from npu_gr.handlers.scored_items import CoverageRule, Items
 from npu_gr.handlers.sources import (
-    POPULAR,
     SizedSource,
     Source,
     from_generation,
@@ -75,10 +81,8 @@ async def _generate(shared: Shared, _: Mapping[str, AnyJob]) -> GenerateJob:
 
 
 async def _match(shared: Shared, _: Mapping[str, AnyJob]) -> MatchJob:
-    assert shared.settings.config.match is not None
     assert shared.vectors is not None
     job = MatchJob(
-        shared.settings.config.match,
         shared.vectors,
         shared.histories,
         _filters(shared),
@@ -104,10 +108,13 @@ async def _recommend(shared: Shared, jobs: Mapping[str, AnyJob]) -> RecommendJob
     if isinstance(match := jobs.get(MATCH.name), MatchJob):
         made[MATCH.name] = from_match(match, shared.metrics)
     at_once = (TRANSITIONS, NEIGHBOURS, HISTORY)
-    sources = {
-        str(name): SizedSource(made[name], num_items, waits=name not in at_once)
-        for name, num_items in config.sources.items()
-    }
+
+    def sources(config: RecommendConfig) -> dict[str, SizedSource]:
+        return {
+            str(name): SizedSource(made[name], num_items, waits=name not in at_once)
+            for name, num_items in config.sources.items()
+        }
+
     names = ServedNames(shared.histories, shared.versions, shared.vectors)
     cascade = Cascade(config, sources, shared.metrics, _filters(shared), names)
     return RecommendJob(cascade, shared.versions, shared.histories)
@@ -159,24 +166,17 @@ def lookups(shared: Shared, jobs: Mapping[str, AnyJob]) -> Lookups:
 
 def coverage_rule(shared: Shared, jobs: Mapping[str, AnyJob]) -> CoverageRule:
     """Make the coverage rule of the cascade's sources; empty without a cascade."""
-    job = cascade_of(jobs)
-    if job is None:
-        return CoverageRule(
-            0.0, lambda: shared.versions.ranker().vocabulary, {}, (), lambda *_: None
-        )
-    cascade = job.parts
     items: dict[str, Items] = {}
-    if GENERATE.name in cascade.sources:
+    if (cascade := cascade_of(jobs)) is not None:
+        items[POPULAR] = lambda: cascade.parts.popular
+    if GENERATE.name in jobs:
         items[GENERATE.name] = lambda: shared.versions.generator().items.item_ids()
-    if MATCH.name in cascade.sources and shared.vectors is not None:
+    if shared.vectors is not None:
         items[MATCH.name] = shared.vectors.item_ids
-    if len(cascade.popular):
-        items[POPULAR] = lambda: job.parts.popular
     return CoverageRule(
-        cascade.config.min_coverage,
+        shared.settings.config.recommend,
         lambda: shared.versions.ranker().vocabulary,
         items,
-        list(cascade.sources),
         shared.metrics.recommend.covers,
     )
 

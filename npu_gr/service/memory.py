@@ -77,17 +77,21 @@ def check_sizes(config: Config) -> None:
 
 def _sizes(config: Config) -> dict[str, int]:
     """Return the bytes of host memory that the start takes, by field."""
-    on_host = config.backend == "cpu"  # where the HBM tier is
     sizes = {}
     if config.checkpoint is not None:
-        sizes["kv_cache.hbm_bytes"] = config.kv_cache.hbm_bytes if on_host else 0
+        sizes["kv_cache.hbm_bytes"] = _on_host(config, config.kv_cache.hbm_bytes)
         sizes["kv_cache.dram_bytes"] = config.kv_cache.dram_bytes
         sizes["checkpoint"] = _file_bytes(Path(config.checkpoint))
     if config.generate is not None:
-        sizes["generate.hbm_bytes"] = config.generate.hbm_bytes if on_host else 0
+        sizes["generate.hbm_bytes"] = _on_host(config, config.generate.hbm_bytes)
         sizes["generate.dram_bytes"] = config.generate.dram_bytes
         sizes["generate.checkpoint"] = _file_bytes(Path(config.generate.checkpoint))
     return sizes
+
+
+def _on_host(config: Config, hbm_bytes: int | str) -> int:
+    """Return the bytes of an HBM tier that are host memory, as on a CPU."""
+    return hbm_bytes if config.backend == "cpu" and isinstance(hbm_bytes, int) else 0
 
 
 def check_ranker_fits(folder: Path, backend: Backend) -> None:

@@ -5,7 +5,9 @@
                     know the items of the cascade's sources
     generate        another version is loaded and warmed up while the old one serves, which then
                     drains; memory sizes and the number of levels cannot change
-    recommend.popular   the file is read again; its path cannot change
+    match           other vectors are read and serve from the next request on
+    recommend       the list of popular items and the hooks are read again; requests that name a
+                    version that drains keep its sources, order and popular items
     slo, admission, service, relay, trigger, brownout    apply from the next request on
     calibration     applies with the next version of the checkpoint
     all others      cannot change; an error names them
@@ -16,13 +18,15 @@ histograms and the rules made from them keep the edges of the start.
 A rollback serves the models of before the last reload that changed one. A version that still drains
 is current again at once; another one is loaded, verified and warmed up again from its files, which
 are held open, so it does not matter whether a training has replaced them (`held_folder.py`). Other
-settings stay, and so do a catalogue that both versions share, and the vectors. A second rollback
-undoes the first, and a reload serves what the file names.
+settings stay, and so do a catalogue that both versions share, and the vectors; but the sources, the
+order and the popular items of `recommend` go back with the models that they were chosen for. A
+second rollback undoes the first, and a reload serves what the file names.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -33,20 +37,21 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from npu_gr.catalogue.names import key_of
-from npu_gr.catalogue.records import read_popular
-from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DataError, NpuGrError, StoreFailed, Unavailable
-from npu_gr.core.kinds import GENERATE, RANK
+from npu_gr.core.kinds import GENERATE, MATCH, RANK
 from npu_gr.core.names import difference, item_ids
 from npu_gr.core.settings import LiveConfig
 from npu_gr.engine.scheduler import Scheduler
+from npu_gr.handlers.cascade_plan import POPULAR
+from npu_gr.handlers.cascade_run import CascadeParts
 from npu_gr.handlers.generation import Generation
 from npu_gr.handlers.histories import Histories
+from npu_gr.handlers.item_filters import ItemFilters
+from npu_gr.handlers.match import MatchVersion, ServedVectors
 from npu_gr.handlers.ranking import Ranking
 from npu_gr.handlers.recommend import Cascade
 from npu_gr.handlers.scored_items import Commit, CoverageRule, Items, Measured, ScoredItems
 from npu_gr.handlers.served_catalogue import ServedCatalogue
-from npu_gr.handlers.sources import POPULAR
 from npu_gr.handlers.versions import ModelVersions, V, Versions
 from npu_gr.history_store.store import check_item_key
 from npu_gr.metrics.registry.process import Reloaded, ReloadMetrics
@@ -61,6 +66,8 @@ log = logging.getLogger(__name__)
 CHANGEABLE = {
     "checkpoint",
     "generate",
+    "match",
+    "recommend",
     "slo",
     "admission",
     "service",
@@ -85,18 +92,23 @@ def check_changeable(old: Config, new: Config) -> None:
         name for name in Config.__struct_fields__ if getattr(old, name) != getattr(new, name)
     ]
     if fixed := [name for name in differing if name not in CHANGEABLE]:
-        raise ConfigError(f"{', '.join(fixed)}: cannot change while the instance runs; restart it")
-    if (old.checkpoint is None) != (new.checkpoint is None):
+        way_out = ""
+        if "history_store" in fixed and old.history_store.kind == "embedded":
+            way_out = (
+                ". All sites that an instance serves have one history store: start it with --set "
+                f"history_store.path={old.history_store.path}"
+            )
         raise ConfigError(
-            "checkpoint: cannot be added or removed while the instance runs; restart it"
+            f"{', '.join(fixed)}: cannot change while the instance runs; restart it{way_out}"
         )
+    for name in ("checkpoint", "generate", "match", "recommend"):
+        if (getattr(old, name) is None) != (getattr(new, name) is None):
+            raise ConfigError(
+                f"{name}: cannot be added or removed while the instance runs; restart it"
+            )
     before = old.generate
     after = new.generate
     if before is None or after is None:
-        if before is not after:
-            raise ConfigError(
-                "generate: cannot be added or removed while the instance runs; restart it"
-            )
         return
     for field in ("hbm_bytes", "dram_bytes", "filter_cache_bytes"):
         if getattr(before, field) != getattr(after, field):
@@ -129,20 +141,22 @@ class _Served:
     """The models that serve, or served before."""
 
     config: Config
-    ranker: str  # version; "" = the instance has none
+    ranker: str  # version of its weights; "" = the instance has none
     generator: str
+    parts: CascadeParts | None  # of recommend
     folders: dict[str, HeldFolder]  # kind -> files of its checkpoint
 
     @classmethod
-    def of(cls, config: Config, versions: Versions) -> _Served:
+    def of(cls, config: Config, versions: Versions, parts: CascadeParts | None) -> _Served:
         """Hold the files of the current versions."""
         folders = {RANK.name: config.checkpoint} if config.checkpoint else {}
         if config.generate is not None:
             folders[GENERATE.name] = config.generate.checkpoint
         return cls(
             config,
-            versions.ranker().version if versions.rankers else "",
+            _weights_of(versions),
             versions.generator().version if versions.generators else "",
+            parts,
             {kind: HeldFolder(Path(folder)) for kind, folder in folders.items()},
         )
 
@@ -164,6 +178,7 @@ class Reload:
         histories: Histories,
         coverage: CoverageRule,
         cascade: Cascade | None,
+        vectors: ServedVectors | None,
         read: Callable[[], Config],
         open_ranking: Callable[[Config, Ranking, Path | None], Awaitable[Prepared[Ranking]]],
         open_generation: Callable[
@@ -172,6 +187,7 @@ class Reload:
         ranking_returned: Callable[[Ranking], Prepared[Ranking]],
         generation_returned: Callable[[Generation], Prepared[Generation]],
         metrics: ReloadMetrics,
+        one_at_a_time: asyncio.Lock,
     ) -> None:
         """Store the parts.
 
@@ -179,7 +195,7 @@ class Reload:
             settings: Current configuration, replaced by a successful reload.
             versions, admission, scheduler, brownout, histories: Reconfigured parts.
             coverage: Coverage rule of the cascade's sources.
-            cascade: Cascade whose list of popular items is read again, if there is one.
+            cascade, vectors: Those of recommend and match, if there are any.
             read: Function that reads the configuration again; called in a thread.
             open_ranking, open_generation: Prepare a model of the new configuration, or of a
                 folder in the place of the configured one, while another one serves. `activate` of
@@ -187,6 +203,7 @@ class Reload:
                 same.
             ranking_returned, generation_returned: Prepare a version that drains to serve again.
             metrics: Reload metrics.
+            one_at_a_time: Held by whatever changes a served model.
         """
         self._settings = settings
         self._versions = versions
@@ -196,14 +213,15 @@ class Reload:
         self._histories = histories
         self._coverage = coverage
         self._cascade = cascade
+        self._vectors = vectors
         self._read = read
         self._open_ranking = open_ranking
         self._open_generation = open_generation
         self._ranking_returned = ranking_returned
         self._generation_returned = generation_returned
         self._metrics = metrics
-        self._one_at_a_time = asyncio.Lock()
-        self._served = _Served.of(settings.config, versions)
+        self._one_at_a_time = one_at_a_time
+        self._served = _Served.of(settings.config, versions, self._parts)
         self._before: _Served | None = None  # what a rollback serves
 
     async def __call__(self) -> None:
@@ -224,7 +242,8 @@ class Reload:
 
     async def _reload(self) -> None:
         new = await asyncio.to_thread(self._read)
-        check_changeable(self._settings.config, new)
+        old = self._settings.config
+        check_changeable(old, new)
         versions = self._versions
         if versions.is_draining:
             raise Unavailable("the previous version still drains; try again when it has ended")
@@ -235,16 +254,28 @@ class Reload:
                 check_actions(versions.rankers.current.model.actions, ranking.actions)
         if versions.generators is not None:
             generation = await self._open_generation(new, versions.generators.current, None)
-        key = await self._check_item_key(ranking, generation)
-        popular = None
-        if self._cascade is not None:
-            path = self._cascade.parts.config.popular
-            popular = await asyncio.to_thread(read_popular, path, partial(item_ids, key=key))
+        match = None
+        if self._vectors is not None and new.match is not None and new.match != old.match:
+            try:
+                match = await asyncio.to_thread(self._vectors.read, new.match)
+            except DataError as error:
+                raise ConfigError(f"match.vectors: {error}") from error
+        ids_of = partial(item_ids, key=await self._check_item_key(ranking, generation, match))
+        parts = None
+        if self._cascade is not None and new.recommend is not None:
+            parts = await asyncio.to_thread(self._cascade.made, new.recommend, ids_of)
+            rules = new.recommend.rules
+            if rules is not None and rules != self._cascade.parts.config.rules:
+                filters = self._cascade.parts.filters
+                if generation is not None and (items := generation.items) is not None:
+                    filters = ItemFilters(lambda: items, ids_of)
+                filters.check(rules)
         models = versions.current()
-        await self._serve(new, ranking, generation, popular, self._coverage.check)
+        before = dataclasses.replace(self._served, ranker=_weights_of(versions), parts=self._parts)
+        await self._serve(new, ranking, generation, match, parts, self._coverage.check)
         if models != versions.current():
-            self._before = self._served
-            self._served = await asyncio.to_thread(_Served.of, new, versions)
+            self._before = before
+            self._served = await asyncio.to_thread(_Served.of, new, versions, self._parts)
         log.info("reloaded: %s", _named(versions))
 
     async def roll_back(self) -> None:
@@ -269,9 +300,16 @@ class Reload:
             raise ConfigError("there is no previous version of the models")
         now = self._settings.config
         new = replace(now, checkpoint=back.config.checkpoint, generate=back.config.generate)
+        parts = self._parts
+        if parts is not None and back.parts is not None:
+            parts = parts.chosen_by(back.parts)
+            new = replace(new, recommend=parts.config)
         ranking = generation = None
         async with AsyncExitStack() as held:
-            if versions.rankers is not None and versions.ranker().version != back.ranker:
+            now_served = dataclasses.replace(
+                self._served, ranker=_weights_of(versions), parts=self._parts
+            )
+            if versions.rankers is not None and now_served.ranker != back.ranker:
                 if (draining := versions.rankers.draining) is not None:
                     held.enter_context(draining.use)  # so that it does not stop meanwhile
                     ranking = self._ranking_returned(draining)
@@ -291,12 +329,15 @@ class Reload:
                     folder = await held.enter_async_context(back.folders[GENERATE.name].linked())
                     generation = await self._open_generation(new, versions.generator(), folder)
                 _check_version("generate.checkpoint", generation.version, back.generator)
-            await self._serve(new, ranking, generation, None, self._coverage.measure)
-        self._served, self._before = back, self._served
+            await self._serve(new, ranking, generation, None, parts, self._coverage.measure)
+        self._served, self._before = back, now_served
         log.info("rolled back: %s", _named(versions))
 
     async def _check_item_key(
-        self, ranking: Prepared[Ranking] | None, generation: Prepared[Generation] | None
+        self,
+        ranking: Prepared[Ranking] | None,
+        generation: Prepared[Generation] | None,
+        match: MatchVersion | None,
     ) -> bytes:
         """Return the key of the items' ids of new models; requests and histories have the same.
 
@@ -311,6 +352,8 @@ class Reload:
             new["generate.checkpoint"] = generation.names
             if generation.items is not None:
                 new["generate.catalogue"] = generation.items.names
+        if match is not None:
+            new["match.vectors"] = match.names
         key = key_of({**{f"the served {of}": table for of, table in served.items()}, **new})
         store = self._histories.store
         if store is not None and key != key_of(served):
@@ -337,39 +380,52 @@ class Reload:
         new: Config,
         ranking: Prepared[Ranking] | None,
         generation: Prepared[Generation] | None,
-        popular: I64 | None,
+        match: MatchVersion | None,
+        parts: CascadeParts | None,
         measure: Callable[..., Awaitable[Measured]],
     ) -> None:
         """Serve prepared models, and apply the settings; None = unchanged.
 
         Args:
             new: Configuration to apply.
-            ranking, generation: Prepared models.
-            popular: Popular items.
+            ranking, generation, match: Prepared models.
+            parts: Parts of recommend.
             measure: Measures the coverage of the cascade's sources, or rejects it.
         """
         versions = self._versions
         sources: dict[str, Items] = {}
         if generation is not None and generation.items:
             sources[GENERATE.name] = generation.items.item_ids
-        if popular is not None:
-            sources[POPULAR] = lambda: popular
+        if match is not None:
+            sources[MATCH.name] = lambda: match.matcher.vectors.item_ids
+        if parts is not None:
+            sources[POPULAR] = lambda: parts.popular
         async with self._coverage.changing:
             scored = None if ranking is None else ranking.scored
-            measured = await measure(None if scored is None else scored.vocabulary, sources)
+            measured = await measure(
+                None if scored is None else scored.vocabulary, sources, new.recommend
+            )
             commits = await self._followed(scored, None if generation is None else generation.items)
             # From here on nothing fails or waits, since a model must serve as soon as it takes over
             # pages.
             for commit in commits:
                 commit()
+            ranker = versions.rankers.current.version if versions.rankers else ""
             if versions.rankers is not None and ranking is not None:
                 _replace(versions.rankers, ranking)
             if versions.generators is not None and generation is not None:
                 _replace(versions.generators, generation)
-            if self._cascade is not None and popular is not None:
-                self._cascade.serve_popular(popular)
-            self._coverage.accept(measured)
+            if self._vectors is not None and match is not None and new.match is not None:
+                self._vectors.serve(match, new.match)
+            if self._cascade is not None and parts is not None:
+                is_same = ranking is None or ranking.version == ranker
+                self._cascade.serve(parts, "" if is_same else ranker)
+            self._coverage.accept(measured, new.recommend)
             self._reconfigure(new)
+
+    @property
+    def _parts(self) -> CascadeParts | None:
+        return None if self._cascade is None else self._cascade.parts
 
     async def _followed(
         self, scored: ScoredItems | None, items: ServedCatalogue | None
@@ -424,6 +480,11 @@ def _replace(models: ModelVersions[V], prepared: Prepared[V]) -> None:
         models.roll_back()
     elif new is not models.current:
         models.replace(new)
+
+
+def _weights_of(versions: Versions) -> str:
+    """Return the version of the served ranker's weights, with its deltas; "" = there is none."""
+    return versions.ranker().weights.combined() if versions.rankers else ""
 
 
 def _check_version(field: str, found: str, wanted: str) -> None:

@@ -19,13 +19,14 @@ from npu_gr.core.errors import PoolExhausted
 from npu_gr.core.feature_schema.columns import ModelFeatures
 from npu_gr.core.history import Events, UserKey
 from npu_gr.core.served import AttentionWay
-from npu_gr.engine.attention import NEW_TOKENS, PLAIN, Trial, choose_way, possible
+from npu_gr.engine.attention import NEW_TOKENS, Trial, choose_way, possible
 from npu_gr.engine.graph_capture import capture_graphs
 from npu_gr.engine.kv_cache.pages import PageRun
 from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry, PrefixPool
 from npu_gr.engine.kv_cache.tier import DramEntry, DramStore, PrefixKey
 from npu_gr.engine.rank_engine import RankEngine
-from npu_gr.engine.sanity import check_ranker, parity
+from npu_gr.engine.sanity import check_ranker, int8_drift, parity
+from npu_gr.engine.ways import PLAIN
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.history_tokenizer import ItemVocabulary, Tokens, tokenize
 from npu_gr.service.config import Config
@@ -65,6 +66,10 @@ async def verify(
         engine, histories, candidates, shape.tasks, f"checkpoint {config.checkpoint}"
     )
     drift = 0.0
+    if engine.arena.layout.dtype == "int8":
+        limit = config.service.selfcheck_max_int8_drift
+        rounding = await int8_drift(engine, head, candidates, limit)
+        log.info("keys and values in int8 move scores by %.1e of their spread", rounding)
     if config.relay.enabled:
         async with borrowed_pages(pool, dram, version, len(head)) as (runs, dram_runs):
             drift = await parity(

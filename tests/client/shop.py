@@ -26,7 +26,9 @@ KEY = b"a key of 16 byte"
 
 
 @asynccontextmanager
-async def shop(folder: Path, **server: Any) -> AsyncIterator[tuple[str, Service]]:
+async def shop(
+    folder: Path, record: dict[str, Any] | None = None, **server: Any
+) -> AsyncIterator[tuple[str, Service]]:
     checkpoint = Checkpoint(
         model=tiny_model(), item_ids=item_ids(NAMES, KEY), name="tiny", action_names=ACTIONS
     )
@@ -41,5 +43,7 @@ async def shop(folder: Path, **server: Any) -> AsyncIterator[tuple[str, Service]
         "match": {"vectors": str(folder / "vectors")},
         "recommend": {"sources": {"match": 20}, "popular": str(folder / "popular.txt")},
     }
+    if record is not None:
+        sections["record"] = record
     async with serving(folder, **sections, server=server) as (http, service):
         yield str(http.make_url("/")), service

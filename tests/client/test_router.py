@@ -46,4 +46,9 @@ async def test_every_method_arrives(tmp_path: Path, user: str) -> None:
             assert (await client.models())[0].name == "tiny"
             async with client.relay(user, history=SEEN) as relay:
                 assert len((await relay.rank(NAMES[:5])).names) == 5
+            known = await client.user(user, num_events=1)
+            assert (known.user_id, known.num_events, len(known.events)) == (user, 4, 1)
+            assert (await client.trending(window_s=60.0)).basis == "popular"
+            similar = await client.similar(NAMES[1], num_items=2)
+            assert (similar.basis, len(similar.items)) == ("vectors", 2)
             assert await client.erase(user) == ()

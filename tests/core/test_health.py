@@ -7,7 +7,18 @@ from contextlib import suppress
 
 import pytest
 
-from npu_gr.core.health import DEAD_S, LEAST_S, TASK_S, Health, Worker, limit_s
+from npu_gr.core.health import (
+    COMPILE_S,
+    DEAD_S,
+    LEAST_S,
+    TASK_S,
+    UNKNOWN_S,
+    Health,
+    Worker,
+    compiles,
+    limit_s,
+)
+from npu_gr.core.lifetime import running, to_the_end
 from tests.clock import Clock
 
 
@@ -57,6 +68,26 @@ def test_a_limit_is_a_multiple_of_the_estimate_and_never_short() -> None:
     assert limit_s(5.0) == 50.0
 
 
+def test_work_that_compiles_has_the_time_of_a_compiler() -> None:
+    clock, health = Clock(), Health()
+    device = health.add("device_0", Worker(clock), is_vital=True)
+    with device.busy(LEAST_S):
+        clock.now_at += 3.0
+        assert health.why_not_ready()
+        compiles()
+        assert health.why_not_ready() == ""
+        clock.now_at += UNKNOWN_S
+        assert "its limit is 30.0 s" in health.why_not_ready()
+        clock.now_at = COMPILE_S
+        assert health.why_dead() == ""
+        clock.now_at += 4.0
+        assert health.why_dead()
+    compiles()  # without a work
+    with device.busy(LEAST_S):
+        clock.now_at += 3.0
+        assert health.why_not_ready(), "the next work is a usual one"
+
+
 async def test_a_task_that_has_ended_with_an_error_stays_late() -> None:
     clock, health = Clock(), Health()
     worker = health.add("brownout", Worker(clock))
@@ -90,3 +121,21 @@ async def test_a_task_that_waits_for_its_next_turn_is_not_late() -> None:
     assert health.late() == {"brownout": None}
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_loop_ends_although_its_body_must_not_be_interrupted() -> None:
+    """An instance stopped while it follows a delta would wait for ever."""
+    began, may_end = asyncio.Event(), asyncio.Event()
+
+    async def body() -> None:
+        began.set()
+        await may_end.wait()
+
+    async def loop() -> None:
+        async for _ in Worker().turns(0.001):
+            await to_the_end(body())
+
+    async with asyncio.timeout(10):
+        async with running(loop()):
+            await began.wait()
+            asyncio.get_running_loop().call_later(0.01, may_end.set)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
+from npu_gr.handlers.cascade_plan import RecommendConfig
 from npu_gr.handlers.scored_items import Coverage, CoverageRule
 from npu_gr.model.history_tokenizer import ItemVocabulary
 
@@ -38,10 +39,11 @@ class Cascade:
         self.measured_ratios: dict[str, float] = {}
         listed = {name: (lambda name=name: self.items[name]) for name in self.items}
         self.rule = CoverageRule(
-            min_ratio,
+            RecommendConfig(
+                sources={"generate": 1, "match": 1}, min_coverage=min_ratio, popular="popular.txt"
+            ),
             lambda: self.ranker,
             listed,
-            ("generate", "match"),
             lambda *measured_ratios: self.measured_ratios.update([measured_ratios]),
         )
 
@@ -122,12 +124,35 @@ async def test_a_new_source_concerns_itself_alone() -> None:
 
 
 async def test_a_source_that_the_cascade_does_not_ask_is_not_measured() -> None:
+    listed = {"generate": lambda: ids(5), "popular": lambda: ids(5)}
     rule = CoverageRule(
-        0.9, lambda: ItemVocabulary(ids(1)), {}, (), lambda *_: pytest.fail("measured")
+        RecommendConfig(sources={"match": 1}),
+        lambda: ItemVocabulary(ids(1)),
+        listed,
+        lambda *_: pytest.fail("measured"),
     )
     await rule.start()
     async with rule.replacing("generate") as before:
         await before(lambda: ids(5))
+
+
+async def test_another_section_has_other_sources_and_another_minimum() -> None:
+    it = Cascade()
+    await it.rule.start()
+    it.items["match"] = ids(0, 1, 12, 13)
+    with pytest.raises(ConfigError, match=r"2 of the 4 items of match .*min_coverage is 0.8"):
+        await it.rule.check(
+            ItemVocabulary(ids(0, 1)),
+            config=RecommendConfig(sources={"match": 1}, min_coverage=0.8),
+        )
+    only = RecommendConfig(sources={"match": 1})
+    it.rule.accept(await it.rule.measure(config=only), only)
+    assert it.measured_ratios["match"] == 0.5
+    assert np.isnan(it.measured_ratios["generate"])
+    assert np.isnan(it.measured_ratios["popular"])
+    async with it.rule.replacing("generate") as before:
+        await before(lambda: ids(20))
+    assert np.isnan(it.measured_ratios["generate"])
 
 
 async def test_ranker_and_sources_change_one_after_the_other() -> None:

@@ -54,6 +54,7 @@ def all_sections(folder: Path, authority: Authority) -> dict[str, Any]:
     pair = authority.issue("127.0.0.1")
     return {
         **demo_sections(folder),
+        "record": {"folder": str(folder / "traffic"), "enabled": True},
         "feature_store": {"entry": f"{__name__}:of_user"},
         "server": {"tls": {"certificate": str(pair.certificate), "key": str(pair.key)}},
     }

@@ -26,6 +26,7 @@ from tests.certificates import Authority
 from tests.metrics.live import all_sections, demo_sections, load, routed
 from tests.metrics.test_dashboards import IDS, PANELS, expressions, plain
 from tests.metrics.test_rules import RULES, promtool
+from tests.server.test_deltas_over_http import Stream, post, rows_of
 from tests.serving import free_port, serving
 
 pytestmark = pytest.mark.prometheus
@@ -60,7 +61,7 @@ async def empty_panels(
     http: aiohttp.ClientSession,
     url: str,
     send: Callable[[], Awaitable[None]],
-    expected: frozenset[str] = frozenset(),
+    expected: frozenset[str],
 ) -> set[str]:
     """Send a load, and name the panels with an expression without figures.
 
@@ -113,6 +114,11 @@ async def test_what_the_demo_leaves_empty_says_so(tmp_path: Path) -> None:
 async def test_every_expression_returns_figures(tmp_path: Path, authority: Authority) -> None:
     needs("prometheus", "haproxy")
     write_rules(tmp_path)
+    others = frozenset(
+        name
+        for name, (_, panel) in zip(IDS, PANELS, strict=True)
+        if all("npu_chip_info" in expr for expr in expressions(panel))  # Huawei's npu-exporter
+    )
     async with serving(tmp_path, watched=False, **all_sections(tmp_path, authority)) as (client, _):
         port = client.port
         assert port is not None
@@ -121,13 +127,17 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
                 "npu_gr": f"127.0.0.1:{port}",
                 "npu_gr_router": router_admin_url.removeprefix("http://"),
             }
+            deltas = Stream(tmp_path)
+
+            async def send() -> None:
+                await load(f"http://127.0.0.1:{port}", LOAD_S, router_url)
+                await post(client, await deltas.next(rows_of("item.weight", 3)))
+
             async with (
                 prometheus(tmp_path, targets, free_port(), scrape_s=1.0, evaluate_s=0.5) as url,
                 aiohttp.ClientSession() as http,
             ):
-                empty = await empty_panels(
-                    http, url, lambda: load(f"http://127.0.0.1:{port}", LOAD_S, router_url)
-                )
+                empty = await empty_panels(http, url, send, others)
                 text = await (await client.get("/metrics")).read()
                 exemplars = await ask(
                     http,
@@ -142,11 +152,6 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
                     http, url, 'slo:sli_error:ratio_rate5m{sloth_slo="rank-latency"}', time.time()
                 )
                 own = json.loads(await (await client.get("/debug/status")).read())
-    others = {
-        name
-        for name, (_, panel) in zip(IDS, PANELS, strict=True)
-        if all("npu_chip_info" in expr for expr in expressions(panel))  # Huawei's npu-exporter
-    }
     assert empty <= others, sorted(empty - others)
     worked = dict(
         re.findall(

@@ -78,6 +78,8 @@ def burning(kind: str, promise: Promise) -> list[Case]:
 
 INSTANCE = {"instance": "a"}
 RECORDED = 'npu_gr_recorded_total{instance="a",result="%s"}'
+RECORDER_ON = 'npu_gr_recorder_on{instance="a",enabled="%s"}'
+ASKED = 'npu_gr_slo_requests_total{instance="a",kind="rank",result="good"}'
 STDOUT = {"instance": "a", "stream": "stdout"}
 DEVICE = {"instance": "a", "worker": "device_0"}
 RECORDER = {"instance": "a", "worker": "recorder"}
@@ -108,6 +110,15 @@ HOURLY = "0x59 1x59 2x59 3x59 4x59 5x59 6x59"  # one request an hour
 
 def stuck(worker: str, value: int) -> dict[str, str]:
     return {f'npu_gr_work_late{{instance="a",worker="{worker}"}}': f"{value}x9"}
+
+
+def unrecorded(written: int) -> dict[str, str]:
+    return {
+        RECORDER_ON % "true": "1x90",
+        ASKED: "0+60x90",
+        RECORDED % "written": f"0+{written}x90",
+        RECORDED % "dropped": "0x90",
+    }
 
 
 def held(live: int, reserved: int) -> dict[str, str]:
@@ -221,6 +232,26 @@ CAUSES: list[Case] = [
         18,
         **INSTANCE,
     ),
+    *one(
+        "NpuGrRecorderOff",
+        {RECORDER_ON % "true": "0x40"},
+        {RECORDER_ON % "true": "1x20 0x20"},
+        35,
+        instance="a",
+        enabled="true",
+    ),
+    *one(
+        "NpuGrRecorderOff",
+        {RECORDER_ON % "true": "0x40"},
+        {RECORDER_ON % "false": "0x40"},
+        35,
+        instance="a",
+        enabled="true",
+    ),
+    *one("NpuGrNothingRecorded", unrecorded(0), unrecorded(1), 85, **INSTANCE),
+    # nobody asks, or nobody wants a recording
+    Case({**unrecorded(0), ASKED: "0+1x90"}, 85, {}, ["NpuGrNothingRecorded"]),
+    Case({**unrecorded(0), RECORDER_ON % "true": "0x90"}, 28, {}, ["NpuGrNothingRecorded"]),
     *one("NpuGrInstanceNotReady", {READY: "0x9"}, {READY: "0x3 1x5"}, 8, **INSTANCE),
     *one("NpuGrScoresDrift", {FAILURES: "0 0 1 1 1 1"}, {FAILURES: "1x5"}, 5, **INSTANCE),
     *one("NpuGrDevicePassHangs", stuck("device_0", 1), stuck("device_0", 0), 3, **DEVICE),

@@ -82,7 +82,7 @@ def test_bad_lines_are_skipped_by_choice_and_told_with_their_numbers(
     assert log.num_bad == 3
     assert [text.split("line ")[1].split(":")[0] for text in log.bad] == ["2", "8", "3000"]
     assert log.read_ratio == 1.0
-    with pytest.raises(DataError, match="line 2: "):
+    with pytest.raises(DataError, match=r"line 2: .*--bad-lines skip"):
         list(QueryLog(path))
     if suffix != ".jsonl":
         path.write_bytes(pack(data)[: len(pack(data)) // 2])
@@ -161,7 +161,7 @@ def test_records_are_read_in_time_order_and_ties_in_file_order(tmp_path: Path) -
             "1, 0 and 1 entries",
         ),
         ('{"ts": 1,', "truncated"),
-        ('{"ts": 1, "kind": "signal", "user_id": "\udcff"}', "utf-8"),
+        ('{"ts": 1, "kind": "signal", "user_id": "\udcff"}', "(?i:utf-8)"),
     ],
 )
 def test_a_bad_record_is_named_by_file_line_and_reason(

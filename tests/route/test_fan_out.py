@@ -118,15 +118,15 @@ async def test_a_rollback_that_may_have_been_done_is_not_repeated(tmp_path: Path
         (DELETE, {"a": (204, ""), "b": (204, "")}, 204, None),
         (
             DELETE,
-            {"a": (204, ""), "b": (202, "")},
+            {"a": (204, ""), "b": (202, '{"pending":["x"],"where":{"x":"until then"}}')},
             202,
-            b'{"erased":["a","b"],"pending":["b"],"unreachable":[]}',
+            b'{"erased":["a","b"],"pending":["b"],"unreachable":[],"where":{"x":"until then"}}',
         ),
         (
             DELETE,
             {"a": (204, ""), "b": (0, fan_out.UNREACHABLE)},
             200,
-            b'{"erased":["a"],"pending":[],"unreachable":["b"]}',
+            b'{"erased":["a"],"pending":[],"unreachable":["b"],"where":{}}',
         ),
         (
             RELOAD,

@@ -20,6 +20,7 @@ from npu_gr.route.placement import (
     order,
     place,
     routing_of,
+    user_in,
 )
 
 USERS = [f"user-{i}".encode() for i in range(2000)]
@@ -166,6 +167,7 @@ PATHS = {
     ("POST", "/v1/events"): Routing.ONCE,
     ("POST", "/v1/events/bulk"): Routing.BY_LOAD,
     ("DELETE", "/v1/users/ann%2Fb"): Routing.EVERYWHERE,
+    ("GET", "/v1/users/ann%2Fb"): Routing.ONCE,
     ("GET", "/v1/rank"): None,
     ("GET", "/readyz"): None,
 }
@@ -174,6 +176,11 @@ PATHS = {
 @pytest.mark.parametrize("asked", PATHS)
 def test_method_and_path_say_how_a_request_is_placed(asked: tuple[str, str]) -> None:
     assert routing_of(*asked) is PATHS[asked]
+
+
+def test_a_path_may_name_the_user() -> None:
+    assert user_in("/v1/users/ann%2Fb%C3%A9+") == "ann/bé+".encode()
+    assert user_in("/v1/rank") == b""
 
 
 def test_a_request_is_tried_along_the_ring_after_the_instance_of_its_signal() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import aiohttp
 import pytest
@@ -34,10 +35,13 @@ async def test_a_user_stays_with_an_instance_and_all_get_users() -> None:
             assert "X-NpuGr-Placement" not in headers
 
 
-async def test_a_body_names_the_user_where_no_header_does() -> None:
+async def test_a_body_or_a_path_names_the_user_where_no_header_does() -> None:
     async with site(3) as s:
-        for user in ("u1", "u2", "a b/c"):
-            home = await s.home(user)
+        for user in ("u1", "u2", "a b/c", "a+b%"):
+            home = await s.home(quote(user))
+            looked_up = URL(f"{s.url}/v1/users/{quote(user, '')}", encoded=True)
+            async with s.http.get(looked_up) as found:
+                assert found.headers["X-NpuGr-Instance"] == home.name
             async with s.http.post(
                 f"{s.url}/v1/rank", json={"x": [{"user_id": "no"}], "user_id": user}
             ) as answer:

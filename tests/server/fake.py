@@ -143,7 +143,10 @@ class FakeService:
     async def reload_models(self) -> list[ModelInfo]:
         return self.models()
 
-    async def rollback_models(self) -> list[ModelInfo]:
+    async def rollback_models(self, delta: int | None = None) -> list[ModelInfo]:
+        return self.models()
+
+    async def add_delta(self, body: bytes) -> list[ModelInfo]:
         return self.models()
 
     @property

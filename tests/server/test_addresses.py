@@ -148,7 +148,7 @@ async def test_bodies_of_callers_take_no_room_from_operators() -> None:
         await writer.drain()
         await until(lambda: at.app[PIPELINE]._admission.receiving_bytes == 900)
         json = {"Content-Type": "application/json"}
-        assert await at.status(f"{at.public}/v1/rank", "POST", data=b" " * 200, headers=json) == 503
+        assert await at.status(f"{at.public}/v1/rank", "POST", data=b" " * 200, headers=json) == 429
         assert (
             await at.status(f"{at.admin}/v1/catalog/items", "POST", data=b" " * 200, headers=json)
             == 400

@@ -69,7 +69,9 @@ async def test_generate_and_recommend_leave_out_all_that_was_seen(num: int, fold
             {"base": base["fingerprint"]},
         )
         for path in ("/v1/generate", "/v1/recommend"):
-            more = {"timestamp": SHOWN_AT} if path == "/v1/recommend" else {}
+            more: dict[str, Any] = {}
+            if path == "/v1/recommend":
+                more = {"timestamp": SHOWN_AT, "format": "columns"}
             found = [
                 await post(client, path, user_id=user, num_items=50, **more, **way) for way in ways
             ]
@@ -143,6 +145,7 @@ async def test_every_answer_from_the_store_is_a_base(folder: Path) -> None:
                 await post(client, "/v1/events", user_id="s", events=part)
             body = {"candidates": [FIRST_ID], "timestamp": SHOWN_AT} if path == "rank" else {}
             status = 202 if path == "signal" else 200
+            body |= {"format": "columns"} if path == "recommend" else {}
             answer = await post(client, f"/v1/{path}", status, user_id="s", **body)
             assert answer["history"]["source"] == "store"
             bases.append((num, answer["history"]["fingerprint"]))

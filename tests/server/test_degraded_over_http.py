@@ -106,6 +106,7 @@ async def test_a_degraded_recommend_says_it_too(tmp_path: Path, hook: str | None
             return await post(
                 client,
                 "recommend",
+                format="columns",
                 user_id="u",
                 history=newest,
                 num_items=30,

@@ -52,6 +52,7 @@ async def use(client: TestClient[Any, Any], *users: str) -> None:
 async def erase(client: TestClient[Any, Any], user: str = USER) -> tuple[int, list[str]]:
     async with client.delete(f"/v1/users/{user}?tenant=t") as response:
         body = await response.json() if response.status == 202 else {}
+        assert list(body.get("where", {})) == body.get("pending", [])
         return response.status, body.get("pending", [])
 
 

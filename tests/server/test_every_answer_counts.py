@@ -121,7 +121,9 @@ async def test_whatever_a_handler_raises(kind: Kind[Any, Any]) -> None:
 async def test_whatever_the_steps_before_it_raise(kind: Kind[Any, Any]) -> None:
     """The key, admission, the bytes that arrive, and an instance that drains."""
     path = EXAMPLES[kind.name].path
-    async with serving_fake(fake(), max_receiving_bytes=1) as (client, metrics):
+    # the bodies of a proxy are those of many clients
+    full = {"max_receiving_bytes": 1, "trusted_proxies": ("127.0.0.1",)}
+    async with serving_fake(fake(), **full) as (client, metrics):
         counts = Counts(metrics, kind)
         async with client.request(kind.method, path, **asked(kind, path)) as answer:
             assert answer.status == (kind.status if EXAMPLES[kind.name].body is None else 503)

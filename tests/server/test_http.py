@@ -200,14 +200,18 @@ async def test_a_broken_body_is_explained(
 
 async def test_routes_that_are_not(tmp_path: Path) -> None:
     async with serving(tmp_path) as (client, _):
-        for method, path, status in (
-            ("GET", "/nope", 404),
-            ("GET", "/v1/rank", 405),
-            ("GET", "/v2/models/other", 404),
+        for method, path, status, detail in (
+            ("GET", "/nope", 404, "Not Found"),
+            ("GET", "/v1/recommendx", 404, "Not Found; did you mean /v1/recommend?"),
+            ("GET", "/v1/rank", 405, "POST with a JSON body, at least user_id, candidates"),
+            ("GET", "/v1/recommend", 405, "POST with a JSON body, at least user_id"),
+            ("DELETE", "/v1/trending", 405, "this path takes GET, HEAD"),
+            ("GET", "/v2/models/other", 404, ""),
         ):
             async with client.request(method, path) as response:
                 assert response.status == status
-                assert response.content_type == "application/problem+json"
+                problem = await response.json(content_type="application/problem+json")
+                assert problem["detail"].endswith(detail)
         async with client.delete("/v1/users/" + "x" * 129) as response:
             assert response.status == 422
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from npu_gr.client import AsyncClient, Behaviours
 from npu_gr.core.errors import ConfigError, Unprocessable
 from npu_gr.core.history import UserKey
 from npu_gr.core.names import item_ids, key_fingerprint
+from npu_gr.replay.plan import ReplayOptions
+from npu_gr.replay.run import replay
 from npu_gr.service.app import instance
 from npu_gr.tools.consume_message import Fields, read_event
 from npu_gr.tools.ingest import ServiceWriter, Target, open_target
@@ -66,6 +69,29 @@ async def test_every_way_in_has_the_key(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another key than those of the log"):
             async with open_target(None, url, None, 1.0, b"o" * 16):
                 pass
+
+
+async def test_a_replay_reads_the_names_in_answers_by_the_key(tmp_path: Path) -> None:
+    record = {"folder": str(tmp_path / "traffic"), "enabled": True, "suffix": ".jsonl"}
+    async with shop(tmp_path, record) as (url, _), aiohttp.ClientSession() as http:
+        asked = {"user_id": "u", "num_items": 5, "history": {}}
+        asked["history"] = {"items": SEEN, "actions": ["view"] * 6, "timestamps": [AT_S] * 6}
+        headers = {"X-Request-Timeout-Ms": "20000"}
+        async with http.post(f"{url}v1/match", json=asked, headers=headers) as answer:
+            assert any(isinstance(name, str) for name in (await answer.json())["items"])
+        async with http.delete(f"{url}debug/record") as answer:  # and the file is complete
+            assert answer.status == 200
+        found = []
+        async with asyncio.timeout(10):
+            while not (found := list((tmp_path / "traffic").glob("*.jsonl"))):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        same = {}
+        for key in (KEY, b""):
+            options = ReplayOptions(base_url=url, item_key=key, timeout_s=20.0)
+            report = await replay(found[0], options)
+            assert "item_key" not in report.settings
+            same[key] = report.logged_digests
+    assert same == {KEY: {"equal": 1}, b"": {"different": 1}}
 
 
 async def test_a_store_and_its_loads_have_the_key_of_the_checkpoint(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from aiohttp.test_utils import TestClient
 from yarl import URL
 
 from npu_gr.core.errors import NotFound, Overloaded
-from npu_gr.core.kinds import KINDS, Kind
+from npu_gr.core.kinds import KINDS, RECOMMEND, Kind
 from npu_gr.core.request import Outcome
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.openapi import document
@@ -273,12 +273,15 @@ async def test_msgpack_says_what_json_says(kind: Kind[Any, Any]) -> None:
         "Accept": "application/msgpack",
         "X-Request-Id": "same",
     }
+    body = (example.body or {}) | ({"format": "columns"} if kind is RECOMMEND else {})
     service = fake()
     async with serving_fake(service) as (client, _):
-        async with send(client, kind, **{"X-Request-Id": "same"}) as response:
+        async with client.post(
+            example.path, json=body, headers={"X-Request-Id": "same"}
+        ) as response:
             plain = await response.json()
         async with client.post(
-            example.path, data=msgspec.msgpack.encode(raw(example.body)), headers=headers
+            example.path, data=msgspec.msgpack.encode(raw(body)), headers=headers
         ) as response:
             assert (response.status, response.content_type) == (kind.status, "application/msgpack")
             packed = msgspec.msgpack.decode(await response.read())

@@ -178,7 +178,8 @@ async def rank(
 async def recommend(
     client: Client, seen: list[int], num_items: int = 50, **more: Any
 ) -> dict[str, Any]:
-    return await post(client, "/v1/recommend", **asked(seen, num_items=num_items, **more))
+    body = {"format": "columns", **asked(seen, num_items=num_items, **more)}
+    return await post(client, "/v1/recommend", **body)
 
 
 async def metric(client: Client, name: str) -> float:

@@ -1,9 +1,9 @@
 """However events come, the service reads the history that the trainer reads, bit for bit.
 
-The events of 200 users come shuffled, late and doubled, in every way in. The reference is the
+The events of 80 users come shuffled, late and doubled, in every way in. The reference is the
 dataset that `prepare` makes of the log of all arrivals: without the doubled ones where the way in
 drops them (idempotency keys, merges, messages that are read again), and with them where it keeps
-them.
+them. Two of three items have texts for names, so the ids are hashes with the key of the dataset.
 """
 
 from __future__ import annotations
@@ -18,21 +18,28 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from npu_gr.catalogue.names import ItemNames
 from npu_gr.core.history import Events, HistoryRef, UserKey
+from npu_gr.core.names import item_ids
 from npu_gr.dataset import PrepareOptions, prepare
 from npu_gr.dataset.files import Dataset
 from npu_gr.history_store.load import load_interactions
+from npu_gr.model.weights import Checkpoint, save
 from npu_gr.tools.ingest import EventModel, Target
 from npu_gr.tools.kafka_ingest import ConsumeConfig, EventConsumer
 from tests.history_store.redis_server import redis_path
+from tests.models import tiny_model
 from tests.server.oip.inputs import inputs_of, json_body
-from tests.serving import FIRST_ACTION, FIRST_ID, columns, serving
+from tests.serving import FIRST_ACTION, FIRST_ID, serving
 from tests.tools.test_consumer import Crash
 from tests.tools.test_consumer import Log as Topic
 
-NUM_USERS = 200
+NUM_USERS = 80
 CHUNK = 256  # events of a row of the embedded store: some users have more
-CANDIDATES = [FIRST_ID + row for row in (3, 50, 181, 258)]
+NAMES: list[str | int] = [
+    FIRST_ID + row if row % 3 == 0 else f"SKU-{row:03d}" for row in range(300)
+]
+CANDIDATES = [NAMES[row] for row in (3, 50, 181, 258)]
 SHOWN_AT = 1_700_000_000
 PATIENT = {"X-Request-Timeout-Ms": "20000"}  # a busy machine
 ACTIONS = ("1", "2", "3")
@@ -68,9 +75,17 @@ def arrivals_of(user: str, random: np.random.Generator, num: int) -> Iterator[Ar
 @pytest.fixture(scope="module")
 def users() -> dict[str, list[Arrival]]:
     random = np.random.default_rng(3)
-    sizes = [CHUNK + 30 if user % 40 == 0 else 1 + user % 23 for user in range(NUM_USERS)]
+    sizes = [CHUNK + 30 if user % 20 == 0 else 1 + user % 23 for user in range(NUM_USERS)]
     return {
         f"u{user}": list(arrivals_of(f"u{user}", random, num)) for user, num in enumerate(sizes)
+    }
+
+
+def columns(history: Events) -> dict[str, list[Any]]:
+    return {
+        "items": [NAMES[row] for row in history.items.tolist()],
+        "actions": (history.actions + FIRST_ACTION).tolist(),
+        "timestamps": history.timestamps.tolist(),
     }
 
 
@@ -78,6 +93,7 @@ class Reference(NamedTuple):
     """What the trainer reads: the datasets, and the history of each user."""
 
     datasets: tuple[Dataset, Dataset]  # of the first arrival of each user, and of all
+    checkpoint: Path  # of a ranker that knows the items by their names
     distinct: dict[str, Events]
     kept: dict[str, Events]  # with the doubled events
 
@@ -96,23 +112,44 @@ def reference(
                 rows += [f"{one.user},{item},{event},{at}" for item, event, at in of_event]
         (folder / f"{name}.csv").write_text("\n".join(rows) + "\n")
         options = PrepareOptions(
-            user="user", item="item", event="event", time="time", keep_duplicates=keep
+            user="user",
+            item="item",
+            event="event",
+            time="time",
+            keep_duplicates=keep,
+            like="" if name == "first" else str(folder / "first"),  # with its key
         )
         return prepare(folder / f"{name}.csv", folder / name, options).dataset
 
+    first = prepared("first", 1)
     every = prepared("distinct", 99)
     kept = prepared("kept", 99, keep=True)
     assert len(kept.interactions()) > len(every.interactions())
-    return Reference((prepared("first", 1), every), histories(every), histories(kept))
+    assert first.item_key == every.item_key == kept.item_key != b""
+    made = Checkpoint(
+        model=tiny_model(),
+        item_ids=item_ids(NAMES, first.item_key),
+        name="tiny",
+        action_names=ACTIONS,
+    )
+    save(made, folder / "checkpoint")
+    ItemNames.make(list(map(str, NAMES)), [], first.item_key).save(folder / "checkpoint")
+    return Reference((first, every), folder / "checkpoint", histories(every), histories(kept))
+
+
+def rows_of(key: bytes) -> dict[int, int]:
+    """Map the id of each item to its row."""
+    return dict(zip(item_ids(NAMES, key).tolist(), range(len(NAMES)), strict=True))
 
 
 def histories(dataset: Dataset) -> dict[str, Events]:
     """The history of each user in a dataset, with the rows and actions of the model."""
     log = dataset.interactions()
+    rows = rows_of(dataset.item_key)
     action = np.array([int(name) - FIRST_ACTION for name in log.action_names])
     return {
         name: Events.make(
-            log.items[log.users == user] - FIRST_ID,
+            [rows[item] for item in log.items[log.users == user].tolist()],
             action[log.values[log.users == user].astype(np.int64)],
             log.timestamps[log.users == user],
         )
@@ -225,9 +262,9 @@ async def by_kafka(rig: Rig) -> None:
         if not one.is_again
         for item, event, at in zip(*columns(one.events).values(), strict=True)
     ]
-    topic = Topic(messages)
+    topic, key = Topic(messages), rig.reference.datasets[0].item_key
     config = ConsumeConfig(brokers="", topics=("t",), dead_letters=rig.folder / "dead.jsonl")
-    target = Target(rig.service.parts.histories, EventModel(ACTIONS), "it")
+    target = Target(rig.service.parts.histories, EventModel(ACTIONS, (), key), "it")
     topic.dies_at_commit = 3
     with pytest.raises(Crash):
         await EventConsumer(topic.consumer(asyncio.Event()), target, config).run(asyncio.Event())
@@ -238,6 +275,10 @@ async def by_kafka(rig: Rig) -> None:
     assert again.counts["known"]._value.get() > 0
     assert again.counts["dead"]._value.get() == 0
     assert topic.committed == len(messages)
+
+
+def sections_of(reference: Reference) -> dict[str, Any]:
+    return {"checkpoint": str(reference.checkpoint), "service": {"unsorted_history": "sort"}}
 
 
 WAYS = {
@@ -270,18 +311,16 @@ async def test_the_store_has_what_the_trainer_reads(
 ) -> None:
     write, doubled = WAYS[way]
     want: dict[str, Events] = getattr(reference, doubled)
-    service: dict[str, Any] = {"unsorted_history": "sort"}
-    async with serving(tmp_path, watched=False, history_store=history_store, service=service) as (
-        client,
-        instance,
-    ):
+    sections = sections_of(reference) | {"history_store": history_store}
+    async with serving(tmp_path, watched=False, **sections) as (client, instance):
         rig = Rig(client, instance, users, reference, tmp_path)
         await write(rig)
         scores = await rig.wanted(want)
         assert len(want) == NUM_USERS
+        rows = rows_of(reference.datasets[0].item_key)
         for user, history in want.items():
             read = await instance.parts.histories.read(UserKey("", user), HistoryRef(), 9999)
-            assert (read.events.items - FIRST_ID).tolist() == history.items.tolist()
+            assert [rows[item] for item in read.events.items.tolist()] == history.items.tolist()
             assert read.events.actions.tolist() == history.actions.tolist()
             assert read.events.timestamps.tolist() == history.timestamps.tolist()
             ranked = await rig.rank(user)
@@ -343,8 +382,7 @@ async def test_a_request_means_what_the_trainer_reads(
     reference: Reference,
     tmp_path: Path,
 ) -> None:
-    service: dict[str, Any] = {"unsorted_history": "sort"}
-    async with serving(tmp_path, watched=False, service=service) as (client, instance):
+    async with serving(tmp_path, watched=False, **sections_of(reference)) as (client, instance):
         rig = Rig(client, instance, users, reference, tmp_path)
         scores = await rig.wanted(reference.kept)
         for user, arrivals in users.items():

@@ -22,6 +22,7 @@ from npu_gr.model.weights import Checkpoint, save
 from npu_gr.vector_search.vectors import save as save_vectors
 from tests.decoders import VARIANTS, saved
 from tests.models import tiny_model
+from tests.server.test_recommend_over_http import IN_COLUMNS
 from tests.serving import make_config, serving
 from tests.vector_search.vectors import make_vectors
 
@@ -103,7 +104,8 @@ def popular(folder: Path, *names: str) -> str:
 
 
 async def recommend(client: Client, status: int = 200, **body: Any) -> dict[str, Any]:
-    body = {"user_id": "u", "history": history(SEEN), "timestamp": 1_700_000_000, **body}
+    asked = {"user_id": "u", "history": history(SEEN), "timestamp": 1_700_000_000}
+    body = {**asked, **IN_COLUMNS["/v1/recommend"], **body}
     body = {name: value for name, value in body.items() if value is not None}
     async with client.post("/v1/recommend", json=body, headers=PATIENT) as response:
         answer: dict[str, Any] = await response.json(content_type=None)

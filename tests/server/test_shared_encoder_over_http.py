@@ -391,6 +391,26 @@ async def test_neighbours_are_those_of_the_definition(folder: Path) -> None:
             assert (answer["items"], results(answer)) == ([], {"neighbours": "cold"})
 
 
+async def test_own_items_are_those_of_the_definition(folder: Path) -> None:
+    """A user's items by the sum of .97^age, the newer of equal ones first; nothing fills up."""
+    had = [FIRST_ID + item for item in (7, 3, 3, 9, 1, 7, 4, 4, 2)]
+    weights = dict.fromkeys(had[::-1], 0.0)
+    for age, item in enumerate(had[::-1]):
+        weights[item] += 0.97**age
+    best = sorted(weights, key=lambda item: -weights[item])
+    own = {name: column[: len(had)] for name, column in HISTORY.items()} | {"items": had}
+    alone: dict[str, Any] = {"sources": ["history"], "order": "retrieval", "history": own}
+    async with serving(folder, **section(sources={"shared_encoder": NUM, "history": 10})) as (
+        client,
+        _,
+    ):
+        answer = await recommend(client, **alone, exclude_seen=False)
+        assert (answer["items"], results(answer)) == (best, {"history": "ok"})
+        denied = await recommend(client, **alone, exclude_seen=False, deny_items=best[:2])
+        assert denied["items"] == best[2:]
+        assert (await recommend(client, **alone, exclude_seen=True))["items"] == []
+
+
 async def test_an_older_order_serves_as_it_did(folder: Path) -> None:
     by_hand = ByHand(folder, checkpoint="older")
     found = by_hand.found(HISTORY, set(HISTORY["items"]))

@@ -6,6 +6,7 @@ Nobody waits longer than it may.
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -90,3 +91,59 @@ async def test_whoever_has_no_time_is_told_and_whoever_leaves_is_forgotten() -> 
         await slices.turn(time.monotonic() + 0.001)
     async with asyncio.timeout(10):
         await slices.turn(time.monotonic() + 5.0)
+
+
+async def test_work_in_a_thread_counts_as_the_loops_and_comes_one_after_the_other() -> None:
+    clock = Clock()
+    slices = clock.slices()
+    running, most = 0, 0
+
+    def work() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.002)
+        clock.work(BURST_S * SHARE)
+        running -= 1
+
+    before_s = clock.read()
+    async with asyncio.timeout(10):
+        await asyncio.gather(*(slices.in_thread(work) for _ in range(4)))
+        await slices.turn()
+    assert most == 1
+    assert clock.read() - before_s == pytest.approx(4 * BURST_S - BURST_S)
+
+
+async def test_who_leaves_a_thread_pays_for_it_and_the_next_waits() -> None:
+    slices = CooperativeSlices()
+    begun, go = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go.wait(10)
+
+    left = asyncio.create_task(slices.in_thread(work))
+    await asyncio.to_thread(begun.wait, 10)
+    left.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await left
+    with pytest.raises(DeadlineExceeded, match="waited for its body"):
+        await slices.in_thread(lambda: None, time.monotonic() + 0.01)
+    go.set()
+    async with asyncio.timeout(10):
+        assert await slices.in_thread(lambda: 1) == 1
+
+
+async def test_an_error_of_a_thread_is_raised_and_its_time_paid() -> None:
+    slices = CooperativeSlices()
+
+    def fail() -> None:
+        began_s = time.thread_time()
+        while time.thread_time() - began_s < 0.05:
+            pass
+        raise ValueError("not a body")
+
+    with pytest.raises(ValueError, match="not a body"):
+        await slices.in_thread(fail)
+    with pytest.raises(DeadlineExceeded, match="waited for its body"):
+        await slices.turn(time.monotonic() + 0.001)

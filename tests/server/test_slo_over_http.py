@@ -32,6 +32,8 @@ MALFORMED = (
     HEAD + b"Content-Length: x\r\n\r\n",
     b"nonsense\r\n\r\n",
     b"GET / HTTP/1.1\r\nno header\r\n\r\n",
+    b"GET /healthz\r\n\r\n",  # as HTTP/0.9
+    b"GET /healthz\nX: HTTP/1.1\r\n\r\n",
     HEAD + b"Content-Length: 3\r\n\r\n{{{",
     HEAD + b"Content-Length: 2\r\n\r\n{}",
     WHOLE.replace(b"Host: x", b"Host: x\r\nX-Request-Timeout-Ms: soon"),

@@ -49,11 +49,14 @@ def best_of_all(model: T5, tokens: list[int], sids: dict[int, list[int]]) -> dic
     return dict(zip(sids, total.tolist(), strict=True))
 
 
-async def test_a_t5_generates_from_the_prompt_that_it_was_trained_with(tmp_path: Path) -> None:
+async def test_a_t5_generates_from_the_prompt_that_it_was_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Begin token, user token, the items, end token.
 
     A beam as wide as the catalogue is brute force.
     """
+    monkeypatch.setattr("npu_gr.relay.lookup.reload_pays", lambda *_: True)
     sids = write_catalogue(tmp_path / "items.jsonl")
     config = section(tmp_path, max_beams=600, tokens_before=[29])
     model = hf_t5.load(tmp_path / "t5")

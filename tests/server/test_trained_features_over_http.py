@@ -1,4 +1,4 @@
-"""Rows that were trained on, sent over HTTP, give the trainer's logits.
+"""Rows that were trained on, sent over HTTP, give the trainer's logits, with a window too.
 
 So does every kind of feature, sent or computed.
 """
@@ -9,6 +9,7 @@ from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,7 +19,7 @@ from npu_gr.train.data import InteractionLog, batches, build_log, windows
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs
 from tests.serving import serving
-from tests.train.rank.test_features import GENRES, model_of, with_columns
+from tests.train.rank.test_features import GENRES, OPTIONS, model_of, with_columns
 from tests.train.synthetic import planted
 
 
@@ -60,7 +61,9 @@ def body(log: InteractionLog, event: int) -> dict[str, Any]:
 
 async def test_what_was_trained_on_is_answered_with_the_trainers_logits(tmp_path: Path) -> None:
     log = build_log(with_columns(planted(3, 12)), GENRES, "leave-one-out").all_trained()
-    model = model_of(log)
+    # semi-local: histories are longer than the window
+    window = {"attention_window_tokens": 4, "attention_first_tokens": 2}
+    model = model_of(log, msgspec.structs.replace(OPTIONS, **window))
     inputs = LogInputs(log, model)
     want = np.zeros((len(log.items), 2), np.float32)
     with torch.no_grad():

@@ -43,7 +43,7 @@ def test_what_ships_loads(path: Path) -> None:
         ),
         (
             "checkpoint: x\nkv_cache: {hbm_bytes: 1GX}",
-            r"kv_cache\.hbm_bytes: expected a whole number of bytes \(1GiB, .*'1GX'",
+            r"kv_cache\.hbm_bytes: expected auto \| a whole number of bytes \(1GiB, .*'1GX'",
         ),
         (
             "checkpoint: x\nserver: {port: 70000}",

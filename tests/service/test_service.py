@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from npu_gr.core.errors import NotFound, Overloaded
+from npu_gr.core.errors import ConfigError, NotFound, Overloaded
 from npu_gr.core.history import Events, HistoryRef, UserKey
 from npu_gr.core.kinds import ERASE, GENERATE, MATCH, RANK, RECOMMEND, Kind
 from npu_gr.core.request import (
@@ -26,7 +26,7 @@ from npu_gr.core.request import (
     RecommendRequest,
     Request,
 )
-from tests.serving import FIRST_ID, serving
+from tests.serving import FIRST_ID, serving, write_checkpoint
 
 USER = UserKey("", "u")
 CANDIDATES = np.arange(FIRST_ID, FIRST_ID + 4)
@@ -47,6 +47,16 @@ def test_a_serving_process_loads_no_trainer_no_player_no_bench() -> None:
         for name in loaded
         if name.split(".")[-1] in ("player", "plan", "timer", "interactions")
     ]
+
+
+async def test_a_device_without_windows_rejects_a_semi_local_ranker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "checkpoint", attention_window_tokens=8)
+    monkeypatch.setattr("npu_gr.backend.cpu.backend.CPUBackend.has_windows", False)
+    with pytest.raises(ConfigError, match=r"attention_window_tokens 8.* backend cpu do not"):
+        async with serving(tmp_path):
+            pass
 
 
 async def test_waiting_counts_from_the_arrival_also_if_the_history_is_slow(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.request import (
+    Fetched,
     GenerateAnswer,
     LimitedBy,
     MatchAnswer,
@@ -15,7 +16,7 @@ from npu_gr.core.request import (
     StageResult,
     Verdict,
 )
-from npu_gr.core.served import CatalogueInfo
+from npu_gr.core.served import CatalogueInfo, Refreshed
 from npu_gr.metrics.registry.families import LAG_S, LATENCY_S, POWERS, WAIT_S, Families, children
 
 
@@ -218,8 +219,26 @@ class RelayMetrics:
             ("where",),
         )
         self._errors = {
-            where: errors.labels(where) for where in ("prefill", "reload", "spill", "read")
+            where: errors.labels(where)
+            for where in ("prefill", "reload", "refresh", "spill", "pool", "read")
         }
+        fetches = make.counter(
+            "kv_pool_fetches_total", "Prefixes asked of the pool, by what it led to.", ("outcome",)
+        )
+        self._fetches = {outcome: fetches.labels(outcome.value) for outcome in Fetched}
+        puts = make.counter(
+            "kv_pool_puts_total", "Prefixes put into the pool, by whether it took them.", ("kept",)
+        )
+        self._puts = {kept: puts.labels("yes" if kept else "no") for kept in (True, False)}
+        refreshed = make.counter(
+            "prefix_refreshes_total",
+            "Prefixes that were looked at after a delta, by what became of them.",
+            ("result",),
+        )
+        self._refreshed = {result: refreshed.labels(result.value) for result in Refreshed}
+        self._touched = make.gauge(
+            "prefix_refreshes_pending", "Users whose prefixes are to be looked at after a delta."
+        )
         copied = make.counter("copy_bytes_total", "Bytes copied between the tiers.", ("direction",))
         self._copied = {direction: copied.labels(direction) for direction in DIRECTIONS}
         copies = make.histogram(
@@ -240,6 +259,22 @@ class RelayMetrics:
     def failed(self, where: str) -> None:
         """Count a failed prefill, reload, spill or read."""
         self._errors[where].inc()
+
+    def fetched(self, outcome: Fetched) -> None:
+        """Count a prefix that was asked of the pool, or was not for a reason."""
+        self._fetches[outcome].inc()
+
+    def put(self, is_kept: bool) -> None:
+        """Count a prefix that was put into the pool."""
+        self._puts[is_kept].inc()
+
+    def refreshed(self, result: Refreshed) -> None:
+        """Count a prefix that was looked at after a delta."""
+        self._refreshed[result].inc()
+
+    def observe_refreshes(self, num_pending: Callable[[], int]) -> None:
+        """Export the users whose prefixes are to be looked at, read at each scrape."""
+        self._touched.set_function(num_pending)
 
     def wasted(self, kind: str) -> None:
         """Count a prefix that was evicted before its first use."""

@@ -18,8 +18,8 @@ from npu_gr import __version__
 from npu_gr.core.health import Health
 from npu_gr.core.kinds import KINDS
 from npu_gr.core.logs import num_lines_dropped
-from npu_gr.core.served import ModelInfo
-from npu_gr.metrics.registry.families import LAG_S, Families, ReadCounter, ReadGauge
+from npu_gr.core.served import DeltaInfo, ModelInfo
+from npu_gr.metrics.registry.families import LAG_S, LATENCY_S, Families, ReadCounter, ReadGauge
 
 
 class ProcessMetrics:
@@ -56,6 +56,11 @@ class ProcessMetrics:
         )
         self._ready = make.gauge("ready", "1 while the instance accepts new requests.")
         self._build = Info("npu_gr_build", "What is running.", registry=make.registry)
+        self._recorder_on = make.gauge(
+            "recorder_on",
+            "1 while requests are recorded; `enabled`: whether record.enabled says that they are.",
+            ("enabled",),
+        )
         recorded = make.counter("recorded_total", "Requests offered to the recorder.", ("result",))
         self._recorded = {
             result: recorded.labels(result) for result in ("written", "dropped", "failed", "erased")
@@ -82,6 +87,15 @@ class ProcessMetrics:
         `result` is written, dropped, failed or erased.
         """
         self._recorded[result].inc(num)
+
+    def observe_recorder(self, read: Callable[[], bool], *, is_enabled: bool) -> None:
+        """Export whether requests are recorded, read at each scrape.
+
+        Args:
+            read: Function that returns whether they are.
+            is_enabled: Whether the configuration says that they are from the start.
+        """
+        self._recorder_on.labels(str(is_enabled).lower()).set_function(read)
 
     def observe_ready(self, read: Callable[[], tuple[bool, str]]) -> None:
         """Export whether the instance accepts new requests, read at each scrape."""
@@ -133,6 +147,7 @@ class Reloaded(StrEnum):
     CONFIGURATION = "configuration"  # the configuration file, with the models that it names
     CATALOGUE = "catalogue"  # the items of generate
     VECTORS = "vectors"  # the vectors of match
+    DELTA = "delta"  # the ranker's weights, by a delta
 
 
 class ReloadMetrics:
@@ -160,11 +175,36 @@ class ReloadMetrics:
             "Time at which the served version was loaded, in unix seconds.",
             ("what",),
         )
+        self._sequence = make.gauge(
+            "delta_sequence", "Number of the delta that the ranker serves; 0 = its checkpoint."
+        )
+        self._made_at = make.gauge(
+            "delta_made_timestamp_seconds",
+            "Time at which the served delta was made, in unix seconds; 0 = none is served.",
+        )
+        self._rows = make.counter("delta_rows_total", "Rows of tensors that deltas have changed.")
+        self._delta_s = make.histogram(
+            "delta_duration_seconds", "Time from a durable delta until it is served.", LATENCY_S
+        )
+
+    def observe_delta(self, read: Callable[[], DeltaInfo]) -> None:
+        """Export the served delta, read at each scrape."""
+        self._sequence.set_function(lambda: read().sequence)
+        self._made_at.set_function(lambda: read().made_at)
+
+    def moved(self, num_rows: int, seconds: float) -> None:
+        """Count a change of the served delta."""
+        self._rows.inc(num_rows)
+        self._delta_s.observe(seconds)
 
     def loaded(self, what: Reloaded) -> None:
         """Record that something was loaded, at the start or by a reload."""
         self._successful.labels(what.value).set(1)
         self._success_at.labels(what.value).set(self._clock())
+
+    def failed(self, what: Reloaded) -> None:
+        """Record that something could not be loaded."""
+        self._successful.labels(what.value).set(0)
 
     @contextmanager
     def attempt(self, what: Reloaded) -> Iterator[None]:
@@ -172,7 +212,7 @@ class ReloadMetrics:
         try:
             yield
         except BaseException:  # also CancelledError: the client disconnected during the reload
-            self._successful.labels(what.value).set(0)
+            self.failed(what)
             raise
         self.loaded(what)
 

@@ -419,7 +419,7 @@ class EngineMetrics:
         self._queue_depth = make.gauge("queue_depth", "Jobs waiting for the device.")
         self._batch = make.histogram("batch_requests", "Requests scored in one pass.", POWERS[:6])
         self._batch_rows = make.histogram(
-            "batch_rows", "Rows in one pass; passes are ragged, no row is padding.", POWERS
+            "batch_rows", "Rows of requests in one pass, without padding.", POWERS
         )
         self._matches = make.histogram(
             "match_pass_requests", "Matches in one pass.", (1, 2, 4, 8, 16, 32, 64)
@@ -445,6 +445,15 @@ class EngineMetrics:
             ("outcome",),
         )
         self._graphs = {outcome: graphs.labels(outcome) for outcome in GRAPH_OUTCOMES}
+        sizes = make.counter(
+            "device_graph_size_total",
+            "Work of device graphs: rows, or scores (rows x keys) of a ranker's passes on an NPU; "
+            "those of requests, and the padding up to the size of the graph.",
+            ("of", "part"),
+        )
+        self._sizes = {
+            of: (sizes.labels(of, "used"), sizes.labels(of, "padding")) for of in ("rows", "scores")
+        }
 
     def observe_queue(self, depth: Callable[[], int]) -> None:
         """Export the number of waiting jobs, read at each scrape."""
@@ -475,6 +484,12 @@ class EngineMetrics:
     def graph_used(self, outcome: str) -> None:
         """Count work that may run as a device graph; `outcome` is one of `GRAPH_OUTCOMES`."""
         self._graphs[outcome].inc()
+
+    def graph_padded(self, of: str, used: int, size: int) -> None:
+        """Count the rows or scores of a call, and those of the graph that it was padded to."""
+        in_use, padding = self._sizes[of]
+        in_use.inc(used)
+        padding.inc(size - used)
 
     def fell_back(self, op: str) -> None:
         """Count a call that ran as torch operators; the op's implementation does not support it."""

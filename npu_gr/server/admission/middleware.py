@@ -9,7 +9,8 @@ Nothing is parsed before a request is admitted.
 
 A request whose body is still arriving holds no place, only the bytes received so far. So a client
 cannot occupy a place by announcing a body that it does not send. Where the bodies of all clients
-are over `max_receiving_bytes`, the client that holds most of those still arriving loses one.
+are over `max_receiving_bytes`, the client that holds most of those still arriving loses one. It
+gets 429, which the objectives do not count: it is over its own share.
 
 A rejected client that retries at once would cost more than it gets. Rejections to clients that
 connect directly are therefore delayed so that at most `REJECTIONS_PER_S` leave in a second. Proxies
@@ -31,7 +32,14 @@ from typing import Any
 
 from aiohttp import web
 
-from npu_gr.core.errors import BodyTooSlow, Overloaded, Rejection, TooLarge, Unavailable
+from npu_gr.core.errors import (
+    BodyTooSlow,
+    NpuGrError,
+    Overloaded,
+    Rejection,
+    TooLarge,
+    Unavailable,
+)
 from npu_gr.core.health import Worker
 from npu_gr.core.kinds import Kind
 from npu_gr.handlers.base import AdmissionControl, HeldPermit
@@ -46,12 +54,17 @@ REJECTIONS_PER_S = 1400  # to clients that connect directly
 MAX_PAUSED = 2000  # rejections that are delayed at once; one more is answered at once
 MAX_PAUSE_S = 0.25
 LOG_S = 1.0  # between two lines about rejections
+PIECE_BYTES = 4096  # of a chunked body that are read at once: its chunks may be of a byte
 SEARCHED_BYTES = 2048  # at each end of a body, for the name of its tenant
 # Fraction of the objective that the requests take which a proxy sends at once; most of the rest is
 # for its own queue.
 AGENT_SHARE = 0.12
 AGENT_LIMITS = (2, 64)  # smallest and largest number of requests that a proxy sends at once
 AGENT_MEMORY_S = 5.0  # an address counts as a proxy for so long; a proxy asks ten times a second
+HOLDS_MOST = (
+    "the bodies that this client sends hold most of server.max_receiving_bytes, and there is no "
+    "room for more"
+)
 ENDED_AT = 0.0  # deadline of a body that made room for those of other clients
 BODY = web.RequestKey("body", bytes)
 COUNTED = web.RequestKey("counted", bool)  # the metrics have its end
@@ -90,6 +103,7 @@ class Admission:
         granted_s: float,
         *,
         is_counted: bool = True,
+        most_bytes: int = 0,
     ) -> None:
         """Receive the body of a request into `request[BODY]`; `release` gives its bytes back.
 
@@ -100,20 +114,21 @@ class Admission:
             granted_s: The client's time limit in seconds.
             is_counted: Count the bytes against `max_receiving_bytes`. Operators' bodies are not
                 counted, so that clients cannot lock operators out.
+            most_bytes: Limit of the route; 0 = `max_body_bytes`.
 
         Raises:
-            TooLarge: The body is over `max_body_bytes`.
+            TooLarge: The body is over its limit.
             BodyTooSlow: The body did not arrive within the time limit or `body_timeout_s`.
-            Unavailable: All bodies together are over `max_receiving_bytes`, and no other client
-                holds more than this one.
+            Unavailable: All bodies together are over `max_receiving_bytes`, and no client holds
+                more than the others.
             Overloaded: The body has not arrived, and the request would be rejected if it had; or
-                its client held most of `max_receiving_bytes`, and another one needed room.
+                its client holds most of `max_receiving_bytes`, and there is no room.
         """
-        limit = self._config.max_body_bytes
+        limit = most_bytes or self._config.max_body_bytes
+        of = "of this route" if most_bytes else "server.max_body_bytes"
         if (request.content_length or 0) > limit:
             raise TooLarge(
-                f"the body has {request.content_length} bytes; "
-                f"the limit server.max_body_bytes is {limit}"
+                f"the body has {request.content_length} bytes; the limit {of} is {limit}"
             )
         is_here = request.content.is_eof()
         if kind is not None and not is_here:
@@ -127,14 +142,12 @@ class Admission:
         num_bytes = 0
         try:
             async with timer or nullcontext():
-                while chunk := await request.content.readany():
+                while chunk := await _received(request):
                     chunks.append(chunk)
                     num_bytes += len(chunk)
                     self.receiving_bytes += len(chunk) * is_counted
                     if num_bytes > limit:
-                        raise TooLarge(
-                            f"the body is larger than the limit server.max_body_bytes, {limit}"
-                        )
+                        raise TooLarge(f"the body is larger than the limit {of}, {limit}")
                     if timer is not None and is_counted:
                         self._arriving[client][timer] = num_bytes
                     if (
@@ -142,20 +155,13 @@ class Admission:
                         and self.receiving_bytes > self._config.max_receiving_bytes
                         and not self._makes_room(client)
                     ):
-                        raise Unavailable(
-                            "the bodies being received are over the limit "
-                            f"server.max_receiving_bytes, {self._config.max_receiving_bytes}"
-                        )
+                        raise self._no_room(request, client, num_bytes if is_here else 0)
         except BaseException as error:
             self.receiving_bytes -= num_bytes * is_counted
             if not isinstance(error, TimeoutError):
                 raise
             if timer is not None and timer.when() == ENDED_AT:
-                raise Overloaded(
-                    "other clients need room (server.max_receiving_bytes), and the bodies that "
-                    "this client sends hold most of it",
-                    reason=Rejection.SHARE,
-                ) from None
+                raise Overloaded(HOLDS_MOST, reason=Rejection.SHARE) from None
             raise BodyTooSlow(
                 "the body did not arrive within the request's time budget or server.body_timeout_s"
             ) from None
@@ -166,6 +172,20 @@ class Admission:
                     del self._arriving[client]
         request[BODY] = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         request[COUNTED_BYTES] = num_bytes * is_counted
+
+    def _no_room(self, request: web.Request, client: str, num_bytes: int) -> NpuGrError:
+        """Return the error of a body for which there is no room; `num_bytes` have just arrived.
+
+        A client that holds more than half of the room by itself is over its own share: that is no
+        failure of the instance. A proxy holds the bodies of many clients.
+        """
+        limit = self._config.max_receiving_bytes
+        held = sum(self._arriving.get(client, {}).values()) + num_bytes
+        if held > limit / 2 and not self._is_of_many(request):
+            return Overloaded(HOLDS_MOST, reason=Rejection.SHARE)
+        return Unavailable(
+            f"the bodies being received are over the limit server.max_receiving_bytes, {limit}"
+        )
 
     def _makes_room(self, client: str) -> bool:
         """End the largest body of the client that holds most, unless it is this client.
@@ -231,12 +251,7 @@ class Admission:
     async def pause(self, request: web.Request) -> None:
         """Delay a rejection unless it goes to a proxy; see the module's docstring."""
         self.release(request)
-        asked_at = self._asked_at.get(request.remote or "", -AGENT_MEMORY_S)
-        if (
-            self.paused >= MAX_PAUSED
-            or self.is_proxy(request)
-            or time.monotonic() - asked_at < AGENT_MEMORY_S
-        ):
+        if self.paused >= MAX_PAUSED or self._is_of_many(request):
             return
         self.paused += 1
         try:
@@ -244,6 +259,11 @@ class Admission:
             await asyncio.sleep(wait_s * random.uniform(0.5, 1.5))  # noqa: S311  (spread)
         finally:
             self.paused -= 1
+
+    def _is_of_many(self, request: web.Request) -> bool:
+        """Whether the address of a request sends those of many clients: a proxy of either kind."""
+        asked_at = self._asked_at.get(request.remote or "", -AGENT_MEMORY_S)
+        return time.monotonic() - asked_at < AGENT_MEMORY_S or self.is_proxy(request)
 
     def is_proxy(self, request: web.Request) -> bool:
         """Whether a request comes from one of `server.trusted_proxies`."""
@@ -280,6 +300,15 @@ class Admission:
                 counts = ", ".join(f"{num} {plural}" for plural, num in self._counts.items())
                 log.warning("admission control rejected %s in %.1f s", counts, LOG_S)
                 self._counts.clear()
+
+
+async def _received(request: web.Request) -> bytes:
+    """Return more of a body; b"" = it has ended."""
+    if request.content_length is not None:
+        return await request.content.readany()
+    # what a chunk costs does not depend on its length, so one turn of the loop takes a few thousand
+    await asyncio.sleep(0)
+    return await request.content.read(PIECE_BYTES)
 
 
 def is_open(timer: asyncio.Timeout) -> bool:

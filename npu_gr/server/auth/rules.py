@@ -25,7 +25,11 @@ class Rule:
     scope: Scope | None  # scope that the key must have; None = no key is needed
     is_public: bool  # served on the public address
     is_admin: bool  # served on the admin address
+    # most bytes of a body of octets; 0 = bodies are JSON or msgpack, up to `server.max_body_bytes`
+    octets: int = 0
 
+
+DELTA_BYTES = 1 << 29  # of a delta in a body, which is received whole; a folder takes larger ones
 
 _HEALTH = Rule(scope=None, is_public=True, is_admin=True)
 _READ = Rule(scope=Scope.INFER, is_public=True, is_admin=False)
@@ -34,6 +38,7 @@ _OBSERVE = Rule(scope=Scope.OBSERVE, is_public=False, is_admin=True)
 _STATISTICS = Rule(scope=Scope.OBSERVE, is_public=True, is_admin=True)
 _PAGE = Rule(scope=None, is_public=False, is_admin=True)
 _ADMIN = Rule(scope=Scope.ADMIN, is_public=False, is_admin=True)
+_DELTA = Rule(scope=Scope.ADMIN, is_public=False, is_admin=True, octets=DELTA_BYTES)
 
 # HTML pages without data, served without a key; their scripts fetch the data with a key. Pages of
 # other sites must not embed them.
@@ -74,6 +79,7 @@ _OTHERS: dict[tuple[str, str], Rule] = {
     ("GET", "/debug/record"): _ADMIN,
     ("POST", "/debug/record"): _ADMIN,
     ("DELETE", "/debug/record"): _ADMIN,
+    ("POST", "/v1/models/delta"): _DELTA,
     ("POST", "/v1/models/reload"): _ADMIN,
     ("POST", "/v1/models/rollback"): _ADMIN,
     ("POST", "/v1/catalog/items"): _ADMIN,
@@ -188,5 +194,6 @@ def _name(host: str) -> str:
     """Return a Host header without its port and brackets."""
     host = host.strip()
     if host.startswith("["):
-        return host[1:].partition("]")[0]
+        name, _, port = host[1:].partition("]")
+        return host if port and port[0] != ":" else name
     return host.partition(":")[0] if host.count(":") == 1 else host

@@ -9,7 +9,7 @@ import msgspec
 
 from npu_gr.core.errors import Unprocessable
 from npu_gr.core.feature_schema.values import BLANKS
-from npu_gr.core.names import FIRST_HASHED, Names, served_id
+from npu_gr.core.names import FIRST_HASHED, ItemIds, served_id
 from npu_gr.core.served import CatalogueChange, CatalogueInfo, NewItem, VectorsInfo
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas.fields import MOST_NAMES, Item, Items, Name, Value, optional_items
@@ -51,6 +51,13 @@ class NewItemBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = {}
 
 
+class RollbackBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a rollback of models serves; the body may be left out."""
+
+    # the ranker's weights after this delta, 0 for its checkpoint's; null: the models before
+    delta: Annotated[int, msgspec.Meta(ge=0, le=2**53)] | None = None
+
+
 class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Items to add, withdraw and restore, applied in this order as one atomic change."""
 
@@ -88,7 +95,7 @@ class VectorsOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_catalogue_change(
-    body: CatalogueItemsBody, config: ServerConfig, names: Names
+    body: CatalogueItemsBody, config: ServerConfig, names: ItemIds
 ) -> CatalogueChange:
     """Convert the body of a change.
 
@@ -102,7 +109,7 @@ def parse_catalogue_change(
     )
 
 
-def _new_item(place: int, new: NewItemBody, names: Names) -> NewItem:
+def _new_item(place: int, new: NewItemBody, names: ItemIds) -> NewItem:
     try:
         found = served_id(names, new.item_id)
     except ValueError as error:

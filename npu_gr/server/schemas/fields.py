@@ -20,10 +20,11 @@ from npu_gr.core.feature_schema.schema import MOST_FEATURES, MOST_VALUES, Featur
 from npu_gr.core.feature_schema.values import BLANKS
 from npu_gr.core.history import Events, HistoryRef, HistoryReport, UserKey, oldest_first
 from npu_gr.core.kinds import A, Q
-from npu_gr.core.names import MAX_NAME_BYTES, Names
+from npu_gr.core.names import MAX_NAME_BYTES, ItemIds, Names
 from npu_gr.core.text_format import quoted
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.schemas import bulk
+from npu_gr.server.schemas.media import JSON
 
 
 class NamesUser(Protocol):
@@ -39,6 +40,7 @@ class NamesUser(Protocol):
 
 
 B = TypeVar("B", bound=NamesUser)
+Format = Literal["columns", "objects"]
 
 
 class UrlParts(NamedTuple):
@@ -58,7 +60,7 @@ class ResponseFields(NamedTuple):
 
     names: Names
     fields: tuple[str, ...] = ()  # a subset of ITEM_FIELDS
-    is_objects: bool = False  # a list of objects instead of columns
+    format: Format | None = "columns"
     explains: bool = False  # the objects come with the columns, which say how they were found
 
     @classmethod
@@ -67,9 +69,13 @@ class ResponseFields(NamedTuple):
         return cls(
             names,
             tuple(getattr(body, "fields", ())),
-            getattr(body, "format", "columns") == "objects",
+            getattr(body, "format", "columns"),
             getattr(body, "explain", False),
         )
+
+    def are_objects(self, media: str) -> bool:
+        """Whether items are a list of objects; where the request is silent, in JSON they are."""
+        return self.format == "objects" or (self.format is None and media == JSON)
 
     def titles(self, ids: I64 | None) -> list[str | None] | msgspec.UnsetType:
         """Return the titles of items if the request asks for them; None = an item has none."""
@@ -105,9 +111,6 @@ class Codec(Generic[B, Q, A]):
     done: str = "Success."  # OpenAPI's description of a successful answer
 
 
-Format = Literal["columns", "objects"]
-
-
 class ScoredItemOut(msgspec.Struct, frozen=True, kw_only=True):
     """An item of an answer, best first; null: it has no title, or was not ranked."""
 
@@ -119,23 +122,19 @@ class ScoredItemOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObjectsOut(msgspec.Struct, frozen=True, kw_only=True):
-    """Items as a list of objects, best first, by `"format": "objects"`."""
+    """Items as a list of objects, best first: `"format": "objects"`, and a recommend in JSON."""
 
-    request_id: str
     items: list[ScoredItemOut]
+    request_id: str
     limited_by: str  # what ended a list of fewer items than requested; "" = it is complete
     # with `"explain": true` the whole answer in columns
     explain: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
-def as_objects(answer: Any, columns: msgspec.Struct, about: ResponseFields) -> ObjectsOut:
-    """Convert an answer with items to a list of objects.
-
-    Args:
-        answer: Answer of the service.
-        columns: The rendered answer.
-        about: What the request asks for.
-    """
+def as_objects(
+    answer: Any, request_id: str, about: ResponseFields, explain: msgspec.Struct | None
+) -> ObjectsOut:
+    """Convert an answer with items to a list of objects; `explain` is the answer in columns."""
     ids = answer.item_ids
     drawn = getattr(answer, "propensities", None)
     propensities = [msgspec.UNSET] * len(ids) if drawn is None else drawn.tolist()
@@ -152,12 +151,11 @@ def as_objects(answer: Any, columns: msgspec.Struct, about: ResponseFields) -> O
         )
         for item, title, score, propensity in rows
     ]
-    out: Any = columns
     return ObjectsOut(
-        request_id=out.request_id,
         items=items,
+        request_id=request_id,
         limited_by=answer.limited_by.value,
-        explain=msgspec.to_builtins(out) if about.explains else msgspec.UNSET,
+        explain=msgspec.UNSET if explain is None else msgspec.to_builtins(explain),
     )
 
 
@@ -296,13 +294,13 @@ class HistoryOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def optional_items(
-    values: list[str | int] | bytes | None, field: str, limit: int, names: Names
+    values: list[str | int] | bytes | None, field: str, limit: int, names: ItemIds
 ) -> I64 | None:
     """Parse a column of items that may be absent. Raises as `parse_items` does."""
     return None if values is None else parse_items(values, field, limit, names)
 
 
-def parse_items(values: list[str | int] | bytes, field: str, limit: int, names: Names) -> I64:
+def parse_items(values: list[str | int] | bytes, field: str, limit: int, names: ItemIds) -> I64:
     """Parse a column of items.
 
     Args:

@@ -58,7 +58,8 @@ class RecommendBody(HistoryBody, frozen=True, kw_only=True, forbid_unknown_field
     rules: OrderRules | None = None  # in addition to those of `recommend.rules`
     timestamp: Int | None = None  # unix seconds at which the items are shown; absent = now
     fields: ItemFields = msgspec.field(default_factory=list)  # title: adds `titles`
-    format: Format = "columns"  # objects: a list of {item, title, score}
+    # objects: a list of {item, title, score}; absent: objects in JSON, columns in msgpack
+    format: Format | None = None
     explain: bool = False  # adds the answer in columns to the objects
     # passed to the service's hook
     context: Annotated[dict[Name, Value], msgspec.Meta(max_length=MOST_NAMES)] = msgspec.field(

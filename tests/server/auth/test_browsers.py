@@ -47,6 +47,7 @@ def test_no_page_of_another_site(headers: dict[str, str]) -> None:
         # DNS rebinding
         ({"Host": "evil.example:8081", "Origin": "http://evil.example:8081"}, "Host"),
         ({"Host": "127.0.0.1.evil.example"}, "Host"),
+        ({"Host": "[::1].evil.example:8081"}, "Host"),
         ({"Host": "localhost.evil.example:8081"}, "Host"),
     ],
 )

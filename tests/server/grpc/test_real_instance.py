@@ -49,7 +49,8 @@ async def test_all_ways_are_one(tmp_path: Path) -> None:
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
     async with serving(tmp_path, **sections) as (client, _), channel:
         for name, body in BODIES.items():
-            async with client.post(f"/v1/{name}", json=body) as response:
+            in_columns = {"format": "columns"} if name == "recommend" else {}
+            async with client.post(f"/v1/{name}", json=body | in_columns) as response:
                 plain = await response.json()
                 assert response.status == 200, plain
             scores = plain["scores"] if name != "rank" else plain["scores"]["click"]

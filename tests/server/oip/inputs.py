@@ -39,6 +39,8 @@ def inputs_of(body: dict[str, Any], prefix: str = "") -> list[Input]:
         )
         if name == "actions":
             values = [str(one) for one in values]
+        if len(set(map(type, values))) > 1:  # numbers and texts: a number is its text
+            values = [str(one) for one in values]
         datatype = {bool: "BOOL", int: "INT64", float: "FP64", str: "BYTES"}[type(values[0])]
         found.append(Input(prefix + name, datatype, values))
     return found
