@@ -44,6 +44,7 @@ from npu_gr.handlers.recommend import Cascade
 from npu_gr.handlers.scored_items import ScoredItems
 from npu_gr.handlers.sources import SizedSource, Source, SourceRequest
 from npu_gr.metrics.registry import Metrics
+from npu_gr.model.served_weights import ServedWeights
 from npu_gr.service.config import SLOConfig
 
 OPTIONS = (
@@ -129,7 +130,7 @@ async def _round(
         # only a hook asks for names
         names = cast("Names", SimpleNamespace(item_ids=item_ids))
         filters = ItemFilters(lambda: None)
-        cascade = Cascade(RecommendConfig(), sources, metrics, filters, names)
+        cascade = Cascade(RecommendConfig(), lambda _: sources, metrics, filters, names)
         for number in range(-1, count):  # the first is a warm-up
             history = UserHistory.of(rig.user(random), 0, rig.model.config.max_history_tokens)
             request = RecommendRequest(
@@ -166,9 +167,9 @@ def _ranking(rig: Rig, served: ServedArm) -> Ranking:
     )
     metrics = Metrics(CollectorRegistry(), SLOConfig().objectives())
     items = ScoredItems(served.engine, rig.vocabulary)
-    return Ranking(
-        RankingConfig(selfcheck_ratio=0.0), model, items, served.engine, served.relay, metrics
-    )
+    never_changed = cast(ServedWeights, None)
+    settings = RankingConfig(selfcheck_ratio=0.0)
+    return Ranking(settings, model, items, served.engine, served.relay, metrics, never_changed)
 
 
 def _drawn(rig: Rig, events: Events) -> I64:

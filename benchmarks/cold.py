@@ -1,6 +1,7 @@
-"""The ranker without the service: the FastAPI baseline of `benchmarks door`, and its check.
+"""The ranker without the service: the baselines of `benchmarks door` and `device`, and their check.
 
-Every call is a full inference by the same kernels, without a prefix cache or batching.
+Every call is a full inference by the same kernels, without a prefix cache or batching; or by plain
+torch (`dense_logits`), as a user would write the model for `torch.compile`.
 
     python -m benchmarks.cold CHECKPOINT PORT BACKEND
 
@@ -10,27 +11,80 @@ serves it by FastAPI and uvicorn in their usual form: a typed body and a plain h
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
 
+from npu_gr.backend.base import bias_bucket
 from npu_gr.backend.calls import HstuIds
 from npu_gr.backend.choose import choose
 from npu_gr.backend.names import BackendName
 from npu_gr.core.history import Events
 from npu_gr.core.process import set_up_process
 from npu_gr.model.history_tokenizer import ItemVocabulary, tokenize
+from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HostTokens, Segment
 from npu_gr.model.weights import load
+
+# (model, item rows, actions, times, candidate rows, time of the request) -> logits [c, tasks]
+Forward = Callable[[HSTU, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def dense_logits(
+    model: HSTU, items: Tensor, actions: Tensor, times: Tensor, candidates: Tensor, at: Tensor
+) -> Tensor:
+    """Score candidates in plain torch, with a dense matrix [heads, rows, rows] a layer.
+
+    Args:
+        model: A ranker whose only inputs are items, actions and times, without positions.
+        items, actions, times: int64 [n] of the history.
+        candidates: int64 [c] item rows.
+        at: int64 [1] unix seconds of the request.
+
+    Returns:
+        Logits [c, tasks].
+    """
+    config, n, c = model.config, len(items), len(candidates)
+    assert config.has_plain_tokens
+    asking = torch.full_like(candidates, len(config.actions))
+    x = model.items.rows(torch.cat([items, candidates]))
+    x = (x + model.action(torch.cat([actions, asking]))).to(model.residual_dtype)
+    row = torch.arange(n + c, device=x.device)
+    place = row.clamp(max=n)  # all candidates stand behind the history
+    seen = (place[:, None] > place) | (row[:, None] == row)
+    distance = (place[:, None] - place).clamp(0, config.position_buckets - 1)
+    seconds = torch.cat([times, at.expand(c)])
+    elapsed_s = seconds[:, None] - seconds
+    for layer in model.each_layer():
+        u, v, q, k = layer.project(x)
+        bucket = bias_bucket(layer.time_edges, elapsed_s).long()
+        scores = torch.einsum("ihd,jhd->hij", q, k) * config.attention_alpha
+        scores = scores + layer.position_bias[:, distance] + layer.time_bias[:, bucket]
+        attention = torch.einsum("hij,jhd->ihd", silu(scores) * seen, v)
+        x = layer.finish(x, u, attention * model.attention_scale(n))
+    return model.task_logits(x[n:])
 
 
 class ColdRanker:
     """One checkpoint on one backend. Thread-safe."""
 
-    def __init__(self, checkpoint: Path, backend: BackendName = "cpu") -> None:
+    def __init__(
+        self, checkpoint: Path, backend: BackendName = "cpu", forward: Forward | None = None
+    ) -> None:
+        """Load the checkpoint.
+
+        Args:
+            checkpoint: The ranker's folder.
+            backend: Where it runs.
+            forward: Computes the logits, e.g. `dense_logits`; None = the backend's kernels.
+        """
         torch.set_num_threads(1)
+        self._forward = forward
         self._backend = choose(backend)
         found = load(checkpoint)
         self._model = found.model.to(self._backend.device).eval()
@@ -61,7 +115,13 @@ class ColdRanker:
             host=HostTokens(tokens.events.timestamps, None, ids),
         )
         with torch.inference_mode():
-            logits = self._model(self._backend, [segment])[0].to("cpu", torch.float32)
+            if self._forward is None:
+                (logits,) = self._model(self._backend, [segment])
+            else:
+                at = upload(np.array([body["timestamp"]], np.int64))
+                given = segment.items, segment.actions, segment.times, segment.candidates
+                logits = self._forward(self._model, *given, at)
+            logits = logits.to("cpu", torch.float32)
         return {
             task: logits[:, index].tolist() for index, task in enumerate(self._model.config.tasks)
         }

@@ -18,7 +18,7 @@ the rates.
     fair      a tenant of 20/s while another tenant floods the instance
     pause     the instance's process is stopped; time until it is back to normal
     density   ranks a core at an equal P99, compared with FastAPI and the same model
-    fleet     three instances behind HAProxy: killed, frozen, joining, rolled, reloaded (`fleet.py`)
+    fleet     one of three instances killed, frozen, joining, rolled, reloaded (`door_fleet.py`)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks import door_lines, fleet
+from benchmarks import door_fleet, door_lines
 from benchmarks.door_lines import ALONE, BEFORE, BEHIND, Density
 from benchmarks.frame import (
     COUNT,
@@ -154,7 +154,7 @@ def lines(
                 if "density" in parts:
                     yield from bench.density(repeats)
         if "fleet" in parts:
-            yield from fleet.lines(
+            yield from door_fleet.lines(
                 checkpoint,
                 folder,
                 overrides,

@@ -97,5 +97,6 @@ def lines(seed: int) -> Iterator[Line]:
                     us = modelled_us(counts)
                     yield compared("emulator", case, ours_us, "us (model)", name, us, us / ours_us)
     yield from hstu_model.lines(seed)
+    yield from hstu_model.chains(seed)
     yield from hstu_sizes.lines(seed)
     yield from generate_model.lines(seed)

@@ -167,6 +167,7 @@ def counted(
     is_last: bool = False,
     requests: int = 1,
     padded: PassSlots | None = None,
+    heads: int = HEADS,
 ) -> Layer:
     """Run a layer's kernels on the emulator, for a user's rows behind `cached` tokens.
 
@@ -178,6 +179,7 @@ def counted(
         is_last: Whether it is the last layer.
         requests: Equal requests of the pass.
         padded: Sizes of the pass; None = as without graphs.
+        heads: Heads of a row.
     """
     random = np.random.default_rng(seed)
     rows = new + candidates
@@ -186,7 +188,7 @@ def counted(
     slots = row_slots(asking), key_slots(entry.keys)
     if padded is not None:
         slots = padded.rows, padded.keys
-    sizes = HstuSizes(requests, *slots, HEADS, DIM, DIM, "bfloat16")
+    sizes = HstuSizes(requests, *slots, heads, DIM, DIM, "bfloat16")
     gaps_s = np.where(random.random(cached + new) < 0.9, 40, 30_000) * random.exponential(
         size=cached + new
     )
@@ -198,7 +200,7 @@ def counted(
         for number in range(requests)
     ]
     laid = batch_times(entries, [times] * requests, *slots)
-    tables = layer_tables(BiasTables(torch.zeros(HEADS, 256), torch.zeros(HEADS, 64)))
+    tables = layer_tables(BiasTables(torch.zeros(heads, 256), torch.zeros(heads, 64)))
     on = Machine(cores)
     meta = np.array(entries, np.int32)
 
@@ -206,14 +208,14 @@ def counted(
         return np.zeros(shape, np.uint16)
 
     pages = -(-(cached + new) // PAGE_TOKENS)
-    planes = numbers(pages, PAGE_TOKENS, HEADS, DIM), numbers(pages, PAGE_TOKENS, HEADS, DIM)
-    q, k, v = (numbers(requests, HEADS, count, DIM) for count in (slots[0], slots[1], slots[1]))
-    u = numbers(requests * asking, WIDTH)
+    planes = numbers(pages, PAGE_TOKENS, heads, DIM), numbers(pages, PAGE_TOKENS, heads, DIM)
+    q, k, v = (numbers(requests, heads, count, DIM) for count in (slots[0], slots[1], slots[1]))
+    u = numbers(requests * asking, heads * DIM)
     ids = np.arange(pages, dtype=np.int32)
     hstu_rows(
         emulator,
         sizes,
-        numbers(requests * rows, 4 * WIDTH),
+        numbers(requests * rows, 4 * heads * DIM),
         meta,
         ids,
         planes,
@@ -225,7 +227,7 @@ def counted(
     made = emulator.cores()
     if not asking:
         return Layer(made, (), (), requests * rows, *slots, requests)
-    scores = numbers(requests, HEADS, *slots)
+    scores = numbers(requests, heads, *slots)
     hstu_scores(
         emulator,
         sizes,
@@ -239,12 +241,12 @@ def counted(
         on=on,
     )
     weighed = emulator.cores()
-    norm = np.ones((2, WIDTH), np.float32)
-    out = numbers(requests * asking, 1, WIDTH)
+    norm = np.ones((2, heads * DIM), np.float32)
+    out = numbers(requests * asking, 1, heads * DIM)
     hstu_finish(
         emulator,
         sizes,
-        numbers(requests, HEADS, slots[0], DIM),
+        numbers(requests, heads, slots[0], DIM),
         u,
         norm,
         meta,
@@ -254,6 +256,52 @@ def counted(
         on=on,
     )
     return Layer(made, weighed, emulator.cores(), requests * rows, *slots, requests)
+
+
+def chained_us(whole: Layer, part: Layer, chains: int, column: CostColumn) -> float:
+    """Model a layer whose heads are divided among streams: chains of product, scores, product.
+
+    Cube cores then work on one chain while vector cores weigh the scores of another. Products wait
+    for cube cores in order, all first products first; `hstu_scores` for vector cores.
+
+    Args:
+        whole: The layer.
+        part: The same with the heads of one chain.
+        chains: Number of chains.
+        column: The constants.
+    """
+    batch, rows, keys = HEADS // chains, part.row_slots, part.key_slots
+    first_us = product_us(batch, rows, DIM, keys, column, BATCHED_SHARE)
+    second_us = product_us(batch, rows, keys, DIM, column, BATCHED_SHARE)
+    scores_us = kernel_us(part.scores, column)
+    vector_free_us, cube_free_us = 0.0, chains * first_us
+    for chain in range(1, chains + 1):
+        vector_free_us = max(vector_free_us, chain * first_us) + scores_us
+        cube_free_us = max(cube_free_us, vector_free_us) + second_us
+    batch, rows, keys = HEADS, whole.row_slots, whole.key_slots
+    in_turn_us = product_us(batch, rows, DIM, keys, column, BATCHED_SHARE)
+    in_turn_us += product_us(batch, rows, keys, DIM, column, BATCHED_SHARE)
+    in_turn_us += kernel_us(whole.scores, column)
+    return whole.us(column) - in_turn_us + cube_free_us
+
+
+def chains(
+    seed: int, lengths: Sequence[int] = (4160, 15_000), candidates: int = 512
+) -> Iterator[Line]:
+    """Yield ranks in two and four chains against one after the other: a design, not our code."""
+    emulator = Emulator()
+    for tokens in lengths:
+        whole = counted(emulator, tokens, 0, candidates, seed)
+        for number in (2, 4):
+            part = counted(emulator, tokens, 0, candidates, seed, heads=HEADS // number)
+            for column in COLUMNS:
+                ours_ms = LAYERS * chained_us(whole, part, number, column) / 1e3
+                plain_ms = LAYERS * whole.us(column) / 1e3
+                case = f"rank {candidates} of {tokens:,} tokens in {number} chains, {column.name}"
+                yield compared(
+                    *("emulator", case, ours_ms, "ms (model)", "in one chain, as our code"),
+                    *(plain_ms, plain_ms / ours_ms),
+                )
 
 
 def lines(

@@ -11,10 +11,17 @@ line.
   match-ingredients
            the same pairs, HIT@50: each ingredient of SCCDR against the model without it, and cold-
            start users in the target
+  match-knob
+           synthetic pairs whose overlap, edges and popularity are set, HIT@50: where the separation
+           of the domains pays
   next     the next item of a log, leave-one-out, without items of the history unless most next
            items are repeats; HR@10 and NDCG@10
   codes    the generator with given semantic IDs and with its own, all items, against published
            results on the log
+  served   recommend over HTTP of a site that `npu-gr train all` makes of each --log
+  repeats  the same of synthetic logs with 0, 30, 46 and 70 % repeats
+  shown    the click of a planted log of impressions, AUC, against gradient-boosted trees on the
+           same columns; needs lightgbm
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ import msgspec
 import numpy as np
 
 from benchmarks.frame import COUNT, FILE, THREADS, Line, compared, option
+from benchmarks.quality_knob import KNOBS, Knob, planted_pair
 from benchmarks.quality_match import (
     INGREDIENTS,
     JOINT_SVD,
@@ -40,7 +48,8 @@ from benchmarks.quality_match import (
     cold_start_ranks,
     fitted_ranks,
 )
-from benchmarks.sasrec import SASRec, SASRecOptions
+from benchmarks.quality_served import repeats_lines, served_lines
+from benchmarks.quality_shown import lightgbm, shown_lines
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.dataset import read_log
 from npu_gr.history_store.interactions import Interactions, movielens_100k, read_item_features
@@ -62,9 +71,13 @@ from npu_gr.train.next_item import NextItemRanks, rank_next_items, sample_target
 from npu_gr.train.rank.options import PRESETS, TrainOptions
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.retrieve import RetrieveOptions, train_retriever
+from npu_gr.train.sasrec import SASRec, SASRecOptions
 from npu_gr.train.site.configuration import options_for
 
-PARTS = ("match", "match-ingredients", "next", "codes", "cold")
+PARTS = (
+    *("match", "match-ingredients", "match-knob", "next", "codes", "cold"),
+    *("served", "repeats", "shown"),
+)
 OPTIONS = (
     option(
         "--pairs",
@@ -88,7 +101,7 @@ OPTIONS = (
         "parts",
         multiple=True,
         type=click.Choice(PARTS),
-        help="Run this part; repeatable. match-ingredients and cold run only if named.",
+        help="Run this part; repeatable. Without it: match, next and codes, as data are given.",
     ),
     option("--seeds", default=3, type=COUNT, help="Trainings of each model."),
     option(
@@ -98,6 +111,8 @@ OPTIONS = (
     ),
     THREADS,
 )
+REPEATING_USERS, QUICK_REPEATING_USERS = 1500, 800  # 600 of them choose the cascade
+PAGES = 300, 100  # users, items
 # (source, target) of DisenCDR's folders -> floors: HIT@10 and HIT@50 of the served model, HIT@50 of
 # SCCDR alone
 MATCH_FLOORS = {
@@ -116,12 +131,14 @@ PUBLISHED = {
         "that repository: SASRec": 0.0516,
         "that repository: TIGER": 0.0582,
         "paper: TIGER": 0.0648,
-        # github.com/blondered/transformer_benchmark
         "published: SASRec, sampled softmax": 0.0921,
         "published: eSASRec": 0.0928,
         "earlier: SASRec-like": 0.0444,
     },
 }
+
+# github.com/blondered/transformer_benchmark leaves out the items of the history
+AMONG_UNSEEN = ("published: SASRec, sampled softmax", "published: eSASRec")
 
 METRICS: dict[str, Callable[[F64], F64]] = {
     "HIT@10": partial(hits, k=10),
@@ -219,6 +236,17 @@ def lines(
         yield from match_lines(pairs, effort, _pair_lines)
     if pairs is not None and "match-ingredients" in parts:
         yield from match_lines(pairs, effort, _ingredient_lines)
+    preset = "quick" if quick else "full"
+    if "served" in parts:
+        for log in logs or (movielens_100k(),):
+            yield from served_lines(log.name, log, preset)
+    if "repeats" in parts:
+        num_users = QUICK_REPEATING_USERS if quick else REPEATING_USERS
+        yield from repeats_lines(num_users, preset)
+    if "shown" in parts:
+        yield from shown_lines(effort.seeds, effort.rank, lightgbm(), *PAGES)
+    if "match-knob" in parts:
+        yield from knob_lines(KNOBS, effort)
     if not parts or "next" in parts:
         for log in logs or (movielens_100k(),):
             yield from next_lines(read_log(log), log.name, effort)
@@ -300,6 +328,23 @@ def _ingredient_lines(pair: tuple[str, str], domains: Domains, effort: Effort) -
         (SCCDR, "+ stop-gradient"),
     ):
         yield _line(f"{case}: cold-start, {ours}", "HIT@50", found[ours], {less: found[less]})
+
+
+def knob_lines(knobs: Sequence[Knob], effort: Effort) -> Iterator[Line]:
+    """Compare SCCDR with simple models, and its ingredients, on synthetic pairs."""
+    for knob in knobs:
+        domains = planted_pair(knob, seed=0)
+        found = fitted_ranks(
+            domains,
+            effort.match,
+            effort.seeds,
+            (*BASELINES, *INGREDIENTS),
+            {"": domains.evaluator()},
+        )[""]
+        simple = {arm: ranks for arm, ranks in found.items() if arm in BASELINES}
+        yield _line(f"match {knob.name}: {SCCDR}", "HIT@50", found[SCCDR], simple)
+        for less, ours in pairwise(INGREDIENTS):
+            yield _line(f"match {knob.name}: {ours}", "HIT@50", found[ours], {less: found[less]})
 
 
 def next_lines(interactions: Interactions, case: str, effort: Effort) -> Iterator[Line]:
@@ -385,8 +430,11 @@ def codes_lines(
         for model, floor in (
             PUBLISHED.get(size, {}).items() if options.test_users >= size[0] else ()
         ):
+            of_what, ranks = "all items", ours
+            if model in AMONG_UNSEEN:
+                of_what, ranks = "unseen", [report.own.ranks.unseen]
             yield _floor_line(
-                f"codes {case}: train generate, {kind}, all items", "HR@10", ours, model, floor
+                f"codes {case}: train generate, {kind}, {of_what}", "HR@10", ranks, model, floor
             )
 
 

@@ -63,6 +63,8 @@ def layout(shape: HSTUConfig, backend: Backend, dtype: torch.dtype = torch.float
         page_tokens=64,
         dtype=str(dtype).removeprefix("torch."),
         arrangement=backend.arrangement(dtype, 64),
+        window_tokens=shape.attention_window_tokens,
+        first_tokens=shape.attention_first_tokens,
     )
 
 

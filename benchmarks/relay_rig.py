@@ -244,14 +244,13 @@ class ServedArm:
         """Put the prefix into DRAM, as if the user had been served before."""
         source = self._encoded
         assert source is not None
-        assert source.timestamps is not None
         entry = self.dram.reserve(
             PrefixKey(user, "v", source.key.layout_id, source.key.fingerprint), source.num_tokens
         )
         self.dram.arena.copy_tokens_from(
             self.dram.arena, source.runs, entry.runs, source.num_tokens
         )
-        self.dram.commit(entry, source.timestamps)
+        self.dram.commit(entry)
 
     async def rank(self, user: UserKey, tokens: Tokens, deadline_at: float) -> F32:
         """Score the rig's candidates.

@@ -37,7 +37,6 @@ class FullTier:
             arena, ttl_s=600.0, ttl_jitter_ratio=0.1, seed=seed, clock=lambda: 0.0
         )
         self._random = np.random.default_rng(seed)
-        self._times = np.zeros(1, np.int64)
         self._layout_id = layout.layout_id
         self._size = num_entries
         self._next = 0  # user
@@ -47,7 +46,7 @@ class FullTier:
     def add(self) -> None:
         """Add the next user's copy."""
         key = PrefixKey(UserKey("", str(self._next)), "v", self._layout_id, "f")
-        self.store.commit(self.store.reserve(key, 1), self._times)
+        self.store.commit(self.store.reserve(key, 1))
         self._next += 1
 
     def turns(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +14,52 @@ import yaml
 
 from benchmarks import (
     cascade,
+    cold,
+    delta,
+    device,
     emulator,
     emulator_costs,
     features,
+    fleet,
     generate,
     kernels,
     kernels_device,
     kernels_hstu,
     kernels_topk,
+    long,
+    long_int8,
+    long_user,
     match,
     match_train,
     metrics,
     prepare,
     protocols,
     rank,
+    rules,
+    servers,
     shared_encoder,
     store,
     wire,
 )
 from benchmarks.frame import Line
+from benchmarks.servers import FIRST_ID, Traffic
 from npu_gr.backend.calls import BiasTables, HstuCall
+from npu_gr.backend.choose import choose
 from npu_gr.backend.cpu.library import supported
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.settings import to_table
 from npu_gr.model.config import HSTUConfig
+from npu_gr.model.delta import read_delta
+from npu_gr.model.delta_log import DeltaLog
+from npu_gr.model.weights import read_weights
+from npu_gr.train.rank.options import TrainOptions
 from tests.engine.kv_cache.invariants import check_dram
 from tests.models import tiny_order
 from tests.ops.ascend_emulator import Emulator
 from tests.server.test_recommend_over_http import section
 from tests.serving import make_config, write_checkpoint
+from tests.train.synthetic import planted
 
 CONFIG = Path(__file__).parents[2] / "configs" / "cpu.yaml"
 ranker = rank.config
@@ -54,18 +69,10 @@ needs_emulator = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ranker of two narrow layers."""
-    for module in (rank, features, metrics):
+    for module in (rank, features, metrics, long, long_int8):
         monkeypatch.setattr(module, "config", lambda *_, **__: ranker(num_layers=2, dim=32))
 
 
@@ -75,6 +82,23 @@ def checked(lines: list[Line]) -> list[Line]:
         assert line.ratio == pytest.approx(line.baseline_value / line.ours)
         assert line.target is None or line.ok is not None
     return lines
+
+
+def test_a_stream_of_deltas_leads_from_checkpoint_to_checkpoint(tmp_path: Path) -> None:
+    shape = ranker(num_layers=1, dim=16)
+    stream = delta.Stream(tmp_path, shape, changed=20, seed=0)
+    for _ in range(2):
+        rows = stream.popular()
+        assert len(np.unique(rows)) == 20
+        stream.next(rows)
+    log = DeltaLog(tmp_path / "made")
+    way = log.way(read_weights(stream.checkpoint).version)
+    assert way[-1].manifest.result == read_weights(stream.newest).version
+    made = [read_delta(link.path) for link in way]
+    assert [(one.num_rows, [*one.changes]) for one in made] == [(20, ["item.weight"])] * 2
+    bodies = stream.bodies(Traffic(history_tokens=50, num_users=2), 0)
+    first = np.array(bodies[0]["history"]["items"]) - FIRST_ID
+    assert np.median(first) < shape.num_items / 8  # popular ones
 
 
 def test_flops_by_hand() -> None:
@@ -102,6 +126,52 @@ def test_rank(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
     monkeypatch.setattr(rank, "TOLERANCE", {torch.float32: -1.0})
     with pytest.raises(AssertionError, match="drift"):
         list(rank.lines("cpu", "float32", 0, 0.0))
+
+
+@needs_kernels
+def test_long(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    window: Any = (100, 10, ("window",), None, 0, 0.0)
+    found = checked(list(long.lines("cpu", "float32", (130, 300), *window)))
+    assert [line.case.partition(",")[0] for line in found] == [
+        *("cached rank", "cold rank", "append of one event", "prefill", "bytes a user"),
+        "bytes a user",
+    ]
+    again = long_user.Prepared.rank
+    monkeypatch.setattr(
+        long_user.Prepared, "rank", lambda self, cached=True: again(self, cached) + bytes(cached)
+    )
+    with pytest.raises(AssertionError, match="130 events: another score"):
+        list(long.lines("cpu", "float32", (130,), *window))
+
+
+@needs_kernels
+def test_int8_against_bfloat16(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
+    """A ranker of one epoch; scores that moved would be seen."""
+    for name, value in {"AT": 130, "SHORT": 70}.items():
+        monkeypatch.setattr(long_int8, name, value)
+    found = list(long_int8.lines(choose("cpu"), 0.0, 0))
+    assert found[0].ratio == found[1].ratio > 1.5
+    isas = [isa for isa in supported() if isa != "generic"]
+    assert [line.case for line in found[2:]] == [
+        f"int8: cached rank at {num}, {isa}" for isa in isas for num in (130, 70)
+    ]
+    options = TrainOptions(refit=False, test_users=1, epochs=1, dim=16, num_layers=1, patience=0)
+    served = long_int8.Served(choose("cpu"), planted(40, 60), options)
+
+    def quality() -> dict[str, Line]:
+        return {line.case.rpartition(",")[0]: line for line in long_int8.quality(served)}
+
+    best = quality()["int8: best 10 by like, 40 users"]
+    assert 0.8 < best.ours <= 1
+    assert quality()["int8: AUC of like"].ok
+    real = long_int8.Served.scored
+
+    def worse(self: long_int8.Served, dtype: torch.dtype, pages: torch.dtype) -> Any:
+        scored = real(self, dtype, pages)
+        return scored if pages != torch.int8 else scored._replace(liking=-scored.liking)
+
+    monkeypatch.setattr(long_int8.Served, "scored", worse)
+    assert quality()["int8: AUC of like"].ok is False
 
 
 def test_features(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
@@ -279,6 +349,26 @@ def test_kernels_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         list(kernels_device.lines("cpu", 0, 0.0))
 
 
+def test_plain_torch_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense model has the kernels' scores; a compiler takes a minute, so none runs here."""
+    compiled: list[object] = []
+
+    def compile_(dense: cold.Forward) -> cold.Forward:
+        compiled.append(dense)
+        return dense
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(
+        device, "TRAFFIC", servers.Traffic(history_tokens=20, num_candidates=5, num_users=2)
+    )
+    found = checked(list(device.lines("cpu", "compiled", 0, 0.0)))
+    assert [line.baseline for line in found] == ["plain torch, eager", "plain torch, torch.compile"]
+    assert len(compiled) == 1
+    monkeypatch.setattr(device, "TOLERANCE", -1.0)
+    with pytest.raises(AssertionError, match="plain torch, eager differs"):
+        list(device.lines("cpu", "compiled", 0, 0.0))
+
+
 def test_without_kernels_it_says_so() -> None:
     with pytest.raises(ConfigError, match="bench kernels"):
         list(kernels.lines("mmx", 0, 0.0))
@@ -290,6 +380,7 @@ def test_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(emulator, name, value)
     for part in ("hstu_model", "hstu_sizes", "generate_model"):
         monkeypatch.setattr(f"benchmarks.{part}.lines", lambda seed: iter(()))
+    monkeypatch.setattr("benchmarks.hstu_model.chains", lambda seed: iter(()))
     found = checked(list(emulator.lines(0)))
     assert [(line.case, line.baseline, line.unit) for line in found] == [
         (f"n=1024 k=32 kept={kept}", name, "us (model)")
@@ -340,6 +431,41 @@ def test_shared_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert found[0].target == pytest.approx(1 / 1.5)
     with pytest.raises(ConfigError, match="needs recommend"):
         list(shared_encoder.lines(written(), (), (40,), 0.05, 5, 0))
+
+
+def test_rules(tmp_path: Path) -> None:
+    recommend = section(tmp_path) | {"history_store": {"kind": "none"}}
+    ruled: dict[str, Any] = {"explore": {"temperature": 1.0}}
+    path = tmp_path / "serve.yaml"
+    for given in (None, ruled):
+        recommend["recommend"]["rules"] = given
+        path.write_text(yaml.safe_dump(to_table(make_config(tmp_path, **recommend))))
+        if given is None:
+            with pytest.raises(ConfigError, match="needs rules to measure"):
+                list(rules.lines(path, (), 2, 3, 0))
+    write_checkpoint(tmp_path / "checkpoint")
+    [line] = list(rules.lines(path, (), 2, 3, 0))
+    assert (line.baseline, line.unit) == ("without rules", "ms")
+    assert line.low is not None
+    assert line.high is not None
+    assert line.ok == (line.ours - line.baseline_value <= rules.TARGET_MS)
+    assert line.low <= line.ours - line.baseline_value <= line.high
+
+
+def test_a_fleet_is_placed_prepared_and_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "SIZES", (3, 20))
+    found = list(
+        fleet.lines(
+            num_users=2000, num_rows=2000, num_parts=2, seconds=0.2, parts=fleet.PARTS, seed=0
+        )
+    )
+    assert len(found) == 11
+    assert all(line.ours > 0 for line in found)
+    joins = [line for line in found if "joins" in line.case]
+    assert all(0.5 < line.ratio < 2 for line in joins)
+    monkeypatch.setattr(fleet, "merge", lambda parts, out: shutil.copytree(parts[0], out))
+    with pytest.raises(DataError, match="the merged parts are not the one run"):
+        list(fleet.lines(9, 500, 2, 0.1, ("prepare",), 0))
 
 
 def test_prepare_finds_what_sql_finds_before_it_prints_a_figure(

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,11 +110,12 @@ def test_fastapi_has_the_same_model(checkpoint: Path, tmp_path: Path) -> None:
 )
 def test_from_start_to_end(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WARM_S", "BEFORE_S", "AFTER_S", "REFERENCE_S"):
-        monkeypatch.setattr(loads, name, 0.3)
+        monkeypatch.setattr(loads, name, 0.1)
     monkeypatch.setattr(loads, "CLOSED", (2,))
+    monkeypatch.setattr(door, "Traffic", partial(replace, replace(TRAFFIC, num_users=32)))
     monkeypatch.setattr(loads, "BURSTS", (2,))
     parts = ("closed", "slow", "bursts", "fair")
-    found = list(door.lines(CONFIG, checkpoint, None, 0.3, 1, parts, (), 0))
+    found = list(door.lines(CONFIG, checkpoint, None, 0.2, 1, parts, (), 0))
     cases = [line.case.partition(":")[0] for line in found]
     assert cases[:4] == [
         f"2 clients that retry immediately, {arm}" for arm in (BEHIND, BEHIND, ALONE, ALONE)

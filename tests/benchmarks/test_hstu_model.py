@@ -33,6 +33,19 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0.7 to 1.5 ms" in prefill.baseline, "two chunks, whose last layer is four launches"
 
 
+def test_chains_overlap_and_are_no_faster_than_their_slowest_unit() -> None:
+    """One chain is the layer as it is; two take at least the vector cores' time of both."""
+    emulator = Emulator()
+    whole = hstu_model.counted(emulator, 2048, 0, 512, seed=0)
+    half = hstu_model.counted(emulator, 2048, 0, 512, seed=0, heads=2)
+    for column in hstu_model.COLUMNS:
+        assert hstu_model.chained_us(whole, whole, 1, column) == pytest.approx(whole.us(column))
+        two = hstu_model.chained_us(whole, half, 2, column)
+        assert 2 * hstu_model.kernel_us(half.scores, column) < two < whole.us(column)
+    found = list(hstu_model.chains(0, lengths=(300,), candidates=64))
+    assert [line.case.split()[6] for line in found] == ["2", "2", "4", "4"]
+
+
 def test_what_moves_is_what_must() -> None:
     """Of a rank: scores in and out once, keys and values out of pages and into the workspace."""
     layer = hstu_model.counted(Emulator(), 600, 0, 40, seed=0, cores=4)

@@ -14,18 +14,20 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 
 from benchmarks import quality, quality_cold
-from benchmarks.frame import bench
-from benchmarks.quality import QUICK, codes_lines, match_lines, next_lines
-from benchmarks.quality_match import INGREDIENTS, JOINT_SVD, POPULARITY, SERVED
-from benchmarks.sasrec import SASRecOptions
+from benchmarks.frame import Line, bench
+from benchmarks.quality import QUICK, codes_lines, knob_lines, match_lines, next_lines
+from benchmarks.quality_knob import Knob, planted_pair
+from benchmarks.quality_match import INGREDIENTS, JOINT_SVD, POPULARITY, SCCDR, SERVED
 from npu_gr.core.errors import DataError
 from npu_gr.train.generate.train import GenerateOptions
+from npu_gr.train.match.domains import Domains
+from npu_gr.train.match.joined import BASELINES
 from npu_gr.train.next_item import NextItemRanks
 from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.sasrec import SASRecOptions
 from tests.train.match.synthetic import quick, write
 from tests.train.synthetic import planted
 
@@ -46,14 +48,6 @@ TINY = replace(
     rank=msgspec.structs.replace(QUICK.rank, epochs=1, dim=16, num_layers=1),
     sasrec=SASRecOptions(dim=16, num_layers=1, epochs=1),
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def folder_of_domains(folder: Path) -> Path:
@@ -84,11 +78,12 @@ def test_both_directions_of_a_pair_have_every_line(
 
 
 def test_ingredients_and_newcomers_have_their_lines(tmp_path: Path) -> None:
-    lines = [
-        line
-        for line in match_lines(folder_of_domains(tmp_path), TINY, quality._ingredient_lines)
-        if line.case.startswith("match one -> two: ")
-    ]
+    def of_pair(pair: tuple[str, str], domains: Domains, effort: quality.Effort) -> Iterator[Line]:
+        if pair == ("one", "two"):
+            yield from quality._ingredient_lines(pair, domains, effort)
+
+    effort = replace(TINY, seeds=(0,))
+    lines = list(match_lines(folder_of_domains(tmp_path), effort, of_pair))
     arms = [*INGREDIENTS, SERVED]
     assert [(line.case.partition(": ")[2], line.baseline) for line in lines[: len(arms)]] == [
         (f"{ours}, HIT@50", less)
@@ -103,6 +98,46 @@ def test_ingredients_and_newcomers_have_their_lines(tmp_path: Path) -> None:
     assert served.low is not None
     assert served.low > 0
     assert newcomers["served, HIT@50", JOINT_SVD].ours == served.ours
+
+
+def test_a_planted_pair_has_what_its_knobs_say() -> None:
+    def share(domains: Domains) -> float:
+        """How much the sources of two users who share target items have in common."""
+        source, target = (
+            np.bincount(of.users * 60 + of.items, minlength=300 * 60).reshape(300, 60) * 1.0
+            for of in (domains.source, domains.target)
+        )
+        alike = [np.corrcoef(of)[np.triu_indices(300, 1)] for of in (source, target)]
+        return float(np.corrcoef(*alike)[0, 1])
+
+    low, high = (
+        planted_pair(Knob(overlap, 12, 0.0), 0, num_users=300, num_items=60)
+        for overlap in (0.0, 1.0)
+    )
+    assert abs(share(low)) < 0.02
+    assert share(high) > 0.2
+    assert len(high.target.users) == 300 * 11
+    held = high.test.users * 60 + high.test.items
+    assert not np.isin(held, high.target.users * 60 + high.target.items).any()
+    even, steep = (
+        planted_pair(Knob(0.5, 12, popularity), 0, 300, 60).target.degrees()[1]
+        for popularity in (0.0, 1.0)
+    )
+    assert steep.max() > 2 * even.max()
+
+
+def test_a_pair_of_knobs_has_a_line_against_the_simple_and_one_for_each_ingredient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def small(knob: Knob, seed: int) -> Domains:
+        return planted_pair(knob, seed, num_users=120, num_items=60)
+
+    monkeypatch.setattr(quality, "planted_pair", small)
+    lines = list(knob_lines([Knob(0.5, 12, 0.0)], replace(TINY, seeds=(0,))))
+    assert [line.case.rpartition(": ")[2] for line in lines] == [
+        f"{ours}, HIT@50" for ours in (SCCDR, *list(INGREDIENTS)[1:])
+    ]
+    assert lines[0].baseline in BASELINES
 
 
 def test_folders_without_common_users_are_rejected(tmp_path: Path) -> None:
