@@ -11,15 +11,21 @@ unexport PYTHONDONTWRITEBYTECODE # some containers set it; hundreds of processes
 CODE := npu_gr benchmarks tests ops setup.py dashboards docs .ci/check_files
 WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs deploy Makefile pyproject.toml .ci .github
 
-.PHONY: docs demo test torch lint format ruff types words native files security images lock proto sbom packages bench monitor can-monitor acceptance-cuda acceptance-npu acceptance-cpu kernels clean
+.PHONY: docs demo test suite scenes torch lint format ruff types words native files security images lock proto sbom packages ray bench monitor can-monitor acceptance-cuda acceptance-npu acceptance-cpu kernels clean
 
 demo: $(VENV)/serves
 	$(BIN)/npu-gr --log-level WARNING demo
 
-test: $(VENV)/installed
-	@# worksteal: each process begins with neighbours, so what a file's tests share is made about once
+test:
+	@$(MAKE) --no-print-directory suite
+	@$(MAKE) --no-print-directory scenes
+
+# worksteal: each process begins with neighbours, so what a file's tests share is made about once
+suite: $(VENV)/installed
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal --ignore tests/chaos
-	@# alone, because what these scenes measure would be the other tests
+
+# alone, because what these scenes measure would be the other tests
+scenes: $(VENV)/installed
 	$(BIN)/python -m pytest -q tests/chaos
 
 # the documentation as a site, in build/site; a link that leads nowhere fails
@@ -81,10 +87,21 @@ sbom: $(VENV)/installed
 	  deploy/requirements.lock
 
 # The wheel in an empty environment, the image, and programs of others against what we serve: from the package index, and as
-# root with buildah and debootstrap; what a machine lacks is skipped in words. About 10 minutes.
+# root with buildah and debootstrap; what a machine lacks is skipped in words. About 10 minutes. Mooncake (140 MB) stays under
+# build/, and needs Debian's libibverbs1
 packages: $(VENV)/installed
+	test -d build/mooncake || $(BIN)/pip install --quiet --no-deps --only-binary :all: --target build/mooncake "mooncake-transfer-engine-non-cuda>=0.3.13"
+	PYTHONPATH=build/mooncake $(BIN)/python -m pytest -q tests/engine/kv_cache/test_mooncake.py
 	$(BIN)/python -m pytest -q -m "image or not image" tests/deploy
+	@$(MAKE) --no-print-directory ray
 	$(BIN)/python -m pytest -q -m bare tests/deploy tests/server/grpc tests/server/test_otlp.py tests/test_bare_install.py
+
+# a real Ray, in an environment of its own that sees the packages of .venv
+ray: $(VENV)/installed
+	test -d build/ray || { $(PYTHON) -m venv build/ray && $(BIN)/python -c "import sysconfig as s; \
+	  print(s.get_path('purelib'))" > build/ray.pth && mv build/ray.pth build/ray/lib/python3.*/site-packages && \
+	  build/ray/bin/pip install --quiet "ray[data,serve]>=2.60"; }
+	build/ray/bin/python -m pytest -q -m ray tests/dataset/test_on_ray.py tests/route/test_ray_serve.py
 
 # what a machine can mend of the above
 format: $(VENV)/installed

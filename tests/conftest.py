@@ -1,12 +1,14 @@
 """One thread a test process, because the runner already uses every core.
 
-Threads that spin for each other cost more. The garbage collector rests while tests are collected,
-and never looks at what that leaves: a million objects that stay.
+Threads that spin for each other cost more: a test that trains on two leaves one behind. The garbage
+collector rests while tests are collected, and never looks at what that leaves: a million objects
+that stay.
 """
 
 import gc
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ GROWTH_BYTES = 512 << 20  # after which garbage is collected; instances in it ho
 
 gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as `set_up_process` has it
 
 
 def pytest_collection_finish() -> None:
@@ -28,12 +31,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Free the instances of finished tests, 42 MB each.
+    """Take back the threads of finished tests, and free their instances, 42 MB each.
 
     aiohttp keeps the last 1,024 handlers, and with them a hundred instances; the collector counts
     objects, and not their bytes.
     """
     global _freed_at_bytes
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # commands that train set two, of the process
     web_app._cached_build_middleware.cache_clear()
     if _resident_bytes() > _freed_at_bytes + GROWTH_BYTES:
         gc.collect()

@@ -77,7 +77,8 @@ def _missing_files(text: Text) -> Iterator[str]:
 
 def _word(found: re.Match[str]) -> str:
     """The whole word around a match: an address is no file of ours."""
-    before = found.string[: found.start()].rsplit(None, 1)
+    line_at = found.string.rfind("\n", 0, found.start()) + 1
+    before = found.string[line_at : found.start()].rsplit(None, 1)
     return (before[-1] if before and not found.string[found.start() - 1].isspace() else "") + found[
         0
     ]

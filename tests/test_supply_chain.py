@@ -25,7 +25,9 @@ NOT_OF_AN_IMAGE = {
     "ray",
     "bench",
     "feast",
-}  # of commands for a developer, and of a Ray cluster's own image
+    "tensorboard",
+    "mooncake",
+}  # of commands for a developer, of a Ray cluster's own image, and another package for each device
 LOCKS = [ROOT / "deploy" / name for name in ("requirements.lock", "requirements-build.lock")]
 
 

@@ -78,6 +78,7 @@ class Instance:
         self.admin_url = f"http://127.0.0.1:{self.admin_port}"
         self.database = folder / "history.db"
         self.log = folder / "instance.log"
+        self.headers: dict[str, str] = {}  # of who reads its metrics
         settings = [
             f"server.port={self.port}",
             f"server.admin_port={self.admin_port}",
@@ -153,7 +154,8 @@ class Instance:
 
     async def metric(self, sample: str) -> float:
         """The value of a sample of /metrics, named with its labels; 0 if it is not there."""
-        async with aiohttp.request("GET", f"{self.admin_url}/metrics") as answer:
+        url = f"{self.admin_url}/metrics"
+        async with aiohttp.request("GET", url, headers=self.headers) as answer:
             lines = (await answer.text()).splitlines()
         found = [line for line in lines if line.startswith(f"{sample} ")]
         return float(found[0].rsplit(" ", 1)[1]) if found else 0.0

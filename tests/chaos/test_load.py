@@ -151,7 +151,9 @@ async def test_a_stop_under_load_loses_nothing(
                 sample = await send(http, instance.url, Ask(body=body, budget_s=BUDGET_S))
                 samples.append(sample)
                 if sample.status == LOST and sample.due_at > stopped_at:
-                    assert "ConnectionRefused" in str(sample.body), sample
+                    # refused; or reset, where it waited in the backlog as the listener closed
+                    error = str(sample.body)
+                    assert "ConnectionRefused" in error or "Can not write request body" in error
                     return
                 await asyncio.sleep(0.1)
 

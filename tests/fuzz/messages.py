@@ -198,6 +198,7 @@ class Maker:
                 ({}, {"num_items": 5}, {"context": {"page": "home"}}, {"deny_items": [FIRST_ID]})
             )
             body |= draw.choice(({}, {"unknown_items": "drop"}))
+            body |= draw.choice(({}, {"format": "columns"}, {"explain": True}))
         elif name == "match":
             body |= draw.choice(({}, {"num_items": 5}, {"exclude_seen": False}))
         return body
@@ -495,7 +496,7 @@ def bombs() -> dict[str, bytes]:
             + b'"candidates":[1],'
             + lists
             % (
-                _same(b'"SKU,%030d"' % 7, size=2_400_000),
+                b",".join(b'"SKU,%030d"' % number for number in range(64_000)),
                 _same(b'"1"', size=260_000),
                 _same(hour, size=700_000),
             )

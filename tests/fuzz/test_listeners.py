@@ -1,6 +1,6 @@
 """No byte costs more than its bound of CPU, on any listener, whatever is open.
 
-Each flood goes to a process that has every listener of ours. The bound is in seconds of CPU of the
+The floods go to a process that has every listener of ours. The bound is in seconds of CPU of the
 whole process, all threads, so neighbours on the machine change nothing:
 
     .1 s, for what asks for health meanwhile + 5 ms a connection or message + 3 us a byte sent
@@ -20,7 +20,6 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -38,13 +37,13 @@ from tests.fuzz.test_fuzz import (
     SEED,
     Caller,
     Fuzzed,
-    attacked,
     framed,
     reproducible,
     unframed,
 )
 from tests.server.oip.inputs import inputs_of, json_body
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 log = logging.getLogger(__name__)
 MEANWHILE_S = 0.1
 EACH_S = 5e-3
@@ -55,11 +54,6 @@ GRPC = {
     "grpc": (f"/{INFERENCE}/ModelInfer".encode(), frames.inference_bodies(4_000_000)),
     "picker": (f"/{SERVICE}/Process".encode(), frames.picker_bodies(1_000_000)),
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("listeners")
 
 
 class Cost:
@@ -91,13 +85,13 @@ class Cost:
         An attack that costs too much is tried again: what is to blame costs too much each time.
         """
         about = ""
-        allowed_s = MEANWHILE_S + num * EACH_S + size * BYTE_S
         for _ in range(1 + AGAIN):
             attack = await prepare()
             before_s = (await self.fuzzed.figures())["cpu_s"]
             await attack()
             figures = await self.fuzzed.figures()
             took_s = figures["cpu_s"] - before_s
+            allowed_s = self.fuzzed.slowness * (MEANWHILE_S + num * EACH_S + size * BYTE_S)
             about = f"{took_s:.3f} of {allowed_s:.3f} s, {1e6 * took_s / size:.2f} us a byte"
             log.info("%-45s %s, %.0f ms at once", name, about, 1e3 * figures["longest_s"])
             if took_s <= allowed_s:
@@ -159,56 +153,55 @@ async def called(port: int, path: str, body: bytes) -> None:
 
 
 @pytest.mark.parametrize("listener", list(GRPC))
-async def test_frames_cost_what_they_may(folder: Path, listener: str) -> None:
+async def test_frames_cost_what_they_may(fuzzed: Fuzzed, listener: str) -> None:
     path, bodies = GRPC[listener]
-    async with attacked(folder) as fuzzed:
-        port = fuzzed.ports[listener]
-        cost = Cost(fuzzed)
-        opening = frames.begun(path, frames.STREAMS)
-        await alone(port, opening)  # what the process allocates once
-        for body in bodies.values():
-            await called(port, path.decode(), body)
-        before = await fuzzed.figures()
-        for name, data in frames.floods(path).items():
+    port = fuzzed.ports[listener]
+    cost = Cost(fuzzed)
+    opening = frames.begun(path, frames.STREAMS)
+    await alone(port, opening)  # what the process allocates once
+    for body in bodies.values():
+        await called(port, path.decode(), body)
+    before = await fuzzed.figures()
+    for name, data in frames.floods(path).items():
 
-            async def prepared(data: bytes = data) -> Callable[[], Awaitable[None]]:
-                caller = await Caller.connect(port)
-                await poured(caller, opening)
+        async def prepared(data: bytes = data) -> Callable[[], Awaitable[None]]:
+            caller = await Caller.connect(port)
+            await poured(caller, opening)
 
-                async def flood() -> None:
-                    await poured(caller, data)
-                    caller.close()
+            async def flood() -> None:
+                await poured(caller, data)
+                caller.close()
 
-                return flood
+            return flood
 
-            num = frames.RESETS if name == "resets" else 1  # each is a call
-            await cost.behind(prepared, f"{listener}: {name}", num, len(data))
-            assert await is_serving(port), name
-        alien = {
-            "HTTP/1.1": b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"x" * 1_000_000,
-            "noise": random.Random(SEED).randbytes(1_000_000),
-            # with grpcio from 1.84 on it ends the server
-            "a path that is not UTF-8": frames.begun() + frames.opened(1, b"/\xff") * 100,
-        }
-        for name, data in alien.items():
-            await cost.of(f"{listener}: {name}", partial(alone, port, data), 2, len(data))
-            assert await is_serving(port), name
-        for name, body in bodies.items():
-            work = partial(called, port, path.decode(), body)
-            await cost.of(f"{listener}: a message: {name}", work, 2, len(body))
-            assert await is_serving(port), name
-        connections = frames.broken(SEED, bodies["valid"], path, MESSAGES)
+        num = frames.RESETS if name == "resets" else 1  # each is a call
+        await cost.behind(prepared, f"{listener}: {name}", num, len(data))
+        assert await is_serving(port), name
+    alien = {
+        "HTTP/1.1": b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\n" + b"x" * 1_000_000,
+        "noise": random.Random(SEED).randbytes(1_000_000),
+        # with grpcio from 1.84 on it ends the server
+        "a path that is not UTF-8": frames.begun() + frames.opened(1, b"/\xff") * 100,
+    }
+    for name, data in alien.items():
+        await cost.of(f"{listener}: {name}", partial(alone, port, data), 2, len(data))
+        assert await is_serving(port), name
+    for name, body in bodies.items():
+        work = partial(called, port, path.decode(), body)
+        await cost.of(f"{listener}: a message: {name}", work, 2, len(body))
+        assert await is_serving(port), name
+    connections = frames.broken(SEED, bodies["valid"], path, MESSAGES)
 
-        async def all_broken() -> None:
-            for at in range(0, MESSAGES, 16):
-                await asyncio.gather(*(alone(port, one) for one in connections[at : at + 16]))
+    async def all_broken() -> None:
+        for at in range(0, MESSAGES, 16):
+            await asyncio.gather(*(alone(port, one) for one in connections[at : at + 16]))
 
-        size = sum(map(len, connections))
-        await cost.of(f"{listener}: broken calls", all_broken, 4 * MESSAGES, size)
-        assert await is_serving(port)
-        after = await fuzzed.figures()
-        assert after["resident_bytes"] - before["resident_bytes"] < GROWTH_BYTES
-        assert not cost.over
+    size = sum(map(len, connections))
+    await cost.of(f"{listener}: broken calls", all_broken, 4 * MESSAGES, size)
+    assert await is_serving(port)
+    after = await fuzzed.figures()
+    assert after["resident_bytes"] - before["resident_bytes"] < GROWTH_BYTES
+    assert not cost.over
 
 
 class OthersMaker(Maker):
@@ -265,36 +258,36 @@ OPERATORS: dict[bytes, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("listener", "bodies"), [("public", infers()), ("admin", OPERATORS)])
 async def test_requests_of_operators_and_infers_cost_what_they_may(
-    folder: Path, listener: str, bodies: dict[bytes, list[dict[str, Any]]]
+    fuzzed: Fuzzed, listener: str, bodies: dict[bytes, list[dict[str, Any]]]
 ) -> None:
-    async with attacked(folder) as fuzzed:
-        fuzzed.port = fuzzed.ports[listener]
-        cost = Cost(fuzzed)
-        maker = OthersMaker(SEED, bodies)
-        messages = [maker.message() for _ in range(MESSAGES)]
+    fuzzed.port = fuzzed.ports[listener]
+    fuzzed.statuses.clear()
+    cost = Cost(fuzzed)
+    maker = OthersMaker(SEED, bodies)
+    messages = [maker.message() for _ in range(MESSAGES)]
 
-        async def all_messages() -> None:
-            caller = await Caller.connect(fuzzed.port)
-            for message in messages:
-                if message.is_framed:
-                    caller = await framed(fuzzed, caller, [message])
-                else:
-                    await unframed(fuzzed, message, 0.05)
-            caller.close()
+    async def all_messages() -> None:
+        caller = await Caller.connect(fuzzed.port)
+        for message in messages:
+            if message.is_framed:
+                caller = await framed(fuzzed, caller, [message])
+            else:
+                await unframed(fuzzed, message, 0.05)
+        caller.close()
 
-        num_bytes = sum(len(message.sent) for message in messages)
-        await cost.of(f"{listener}: broken messages", all_messages, 2 * MESSAGES, num_bytes)
-        for name, data in _bombs(listener):
-            message = Message(sent=data, is_framed=False, about=name)
-            await cost.of(
-                f"{listener}: {name}",
-                partial(unframed, fuzzed, message, PATIENCE_S / 2),
-                4 + data.count(b" HTTP/1."),
-                len(data),
-            )
-        assert not cost.over
-        assert fuzzed.statuses[200]
-        assert fuzzed.statuses[422] + fuzzed.statuses[400]
+    num_bytes = sum(len(message.sent) for message in messages)
+    await cost.of(f"{listener}: broken messages", all_messages, 2 * MESSAGES, num_bytes)
+    for name, data in _bombs(listener):
+        message = Message(sent=data, is_framed=False, about=name)
+        await cost.of(
+            f"{listener}: {name}",
+            partial(unframed, fuzzed, message, PATIENCE_S / 2),
+            4 + data.count(b" HTTP/1."),
+            len(data),
+        )
+    assert not cost.over
+    assert fuzzed.statuses[200]
+    assert fuzzed.statuses[422] + fuzzed.statuses[400]
 
 
 def _bombs(listener: str) -> Iterable[tuple[str, bytes]]:
@@ -316,29 +309,28 @@ def _bombs(listener: str) -> Iterable[tuple[str, bytes]]:
             yield f"infer: {name}", head + body
 
 
-async def test_the_agent_check_costs_what_it_may(folder: Path) -> None:
+async def test_the_agent_check_costs_what_it_may(fuzzed: Fuzzed) -> None:
     """It answers before it has read anything, and reads nothing."""
     draw = random.Random(SEED)
     sent = [draw.randbytes(draw.choice((0, 1, 1000, 100_000))) for _ in range(MESSAGES)]
-    async with attacked(folder) as fuzzed:
-        port = fuzzed.ports["agent"]
-        cost = Cost(fuzzed)
+    port = fuzzed.ports["agent"]
+    cost = Cost(fuzzed)
 
-        async def ask(data: bytes) -> None:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                writer.write(data)
-                assert (await asyncio.wait_for(reader.readline(), PATIENCE_S)).startswith(b"up ")
-            except ConnectionError:
-                pass  # closed while it still sent
-            finally:
-                writer.transport.abort()
+    async def ask(data: bytes) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(data)
+            assert (await asyncio.wait_for(reader.readline(), PATIENCE_S)).startswith(b"up ")
+        except ConnectionError:
+            pass  # closed while it still sent
+        finally:
+            writer.transport.abort()
 
-        async def all_asked() -> None:
-            with reproducible([]):
-                for data in sent:
-                    await ask(data)
+    async def all_asked() -> None:
+        with reproducible([]):
+            for data in sent:
+                await ask(data)
 
-        await cost.of("agent-check", all_asked, MESSAGES, sum(map(len, sent)))
-        assert not cost.over
-        assert (await fuzzed.figures())["longest_s"] < LONGEST_S
+    await cost.of("agent-check", all_asked, MESSAGES, sum(map(len, sent)))
+    assert not cost.over
+    assert (await fuzzed.figures())["longest_s"] < LONGEST_S
