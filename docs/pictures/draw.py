@@ -312,11 +312,74 @@ def throughput() -> str:
     return it.text()
 
 
+def deltas() -> str:
+    """Draw a delta that changes one item, and the prefixes of two users."""
+    title = "A delta changes one item; only the prefix that has read it is encoded again"
+    it = Picture(760, 250, title)
+    for index, (words, colour) in enumerate(
+        (("checkpoint\n0", GREY), ("delta 1\nitem 7", ORANGE), ("delta 2\nhead, new 9", BLUE))
+    ):
+        it.box(20 + index * 130, 20, 100, 50, words, colour)
+        if index:
+            it.line((20 + index * 130, 45), (-6 + index * 130, 45), arrow=True, dashed=True)
+    it.line((380, 45), (476, 45), arrow=True)
+    it.words(428, 27, "synced,", "middle")
+    it.words(428, 41, "in order", "middle")
+    words = "written between two passes,\nthe catalogue in the same step"
+    it.box(480, 20, 260, 50, words, GREEN)
+    it.words(20, 106, "prefixes in HBM", bold=True)
+    for row, (user, items, kept) in enumerate(
+        (("ann", "3 5 8 2", True), ("bob", "3 7 8 1", False))
+    ):
+        top = 120 + row * 60
+        it.words(20, top + 27, user)
+        for place, item in enumerate(items.split()):
+            it.box(70 + place * 50, top, 44, 42, item, ORANGE if item == "7" else GREEN)
+        it.line((276, top + 21), (326, top + 21), arrow=True)
+        if kept:
+            it.words(334, top + 26, "the same key and the same bits: exact")
+        else:
+            it.words(334, top + 18, "another key: encoded again when the device has time;")
+            it.words(334, top + 36, "until then stale, for relay.max_stale_s, or a miss")
+    return it.text()
+
+
+def handover() -> str:
+    """Draw an instance that leaves, and the prefix of one of its users."""
+    title = "An instance leaves; the next owner of its users finds their prefixes in the pool"
+    it = Picture(760, 236, title)
+    it.box(20, 20, 180, 88, "", RED)
+    it.words(110, 42, "instance a, stopped", "middle", bold=True)
+    it.box(35, 54, 150, 40, "ann, HBM and DRAM", GREY)
+    it.box(300, 20, 160, 88, "", GREEN)
+    it.words(380, 42, "Mooncake Store", "middle", bold=True)
+    it.box(315, 54, 130, 40, "ann, one value", GREY)
+    it.box(560, 20, 180, 88, "", BLUE)
+    it.words(650, 42, "instance b", "middle", bold=True)
+    it.box(575, 54, 150, 40, "ann, DRAM, then HBM", GREY)
+    it.line((200, 74), (296, 74), arrow=True)
+    it.words(248, 66, "put", "middle")
+    it.line((460, 74), (556, 74), arrow=True)
+    it.words(508, 66, "get", "middle")
+    it.box(300, 150, 160, 40, "router, by user", GREY)
+    it.line((300, 170), (110, 170), (110, 112), arrow=True, dashed=True)
+    it.words(205, 162, "until it leaves", "middle")
+    it.line((460, 170), (650, 170), (650, 112), arrow=True)
+    it.words(555, 162, "signal, then rank", "middle")
+    it.words(
+        380, 222, "no prefix there, or computing it is faster: computed, with the same scores",
+        "middle",
+    )  # fmt: skip
+    return it.text()
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "architecture": architecture,
     "cascade": cascade,
     "tiers": tiers,
     "beams": beams,
+    "deltas": deltas,
+    "handover": handover,
     "domains": domains,
     "throughput": throughput,
 }
