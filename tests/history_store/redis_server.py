@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,22 +13,29 @@ from pathlib import Path
 import pytest
 
 
+def _answers(path: Path) -> bool:
+    """Whether a server listens: its socket's file is there before it does."""
+    with socket.socket(socket.AF_UNIX) as one:
+        return one.connect_ex(str(path)) == 0
+
+
 @contextmanager
 def redis_path(folder: Path, *options: str) -> Iterator[str]:
     """Run a server, and yield the path of its socket.
 
-    Skip the test where there is no redis-server.
+    Skip the test where there is no redis-server; OSError where it ends as it starts, which one does
+    whose port somebody took.
     """
     binary = shutil.which("redis-server")
     if binary is None:
         pytest.skip("no redis-server on PATH (Debian: apt-get install redis-server)")
-    socket = folder / "redis.sock"
+    path = folder / "redis.sock"
     command = [
         binary,
         "--port",
         "0",
         "--unixsocket",
-        str(socket),
+        str(path),
         "--dir",
         str(folder),
         "--save",
@@ -36,10 +44,10 @@ def redis_path(folder: Path, *options: str) -> Iterator[str]:
     ]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
         try:
-            for _ in range(200):
-                if socket.exists():
-                    break
+            while not _answers(path):
+                if server.poll() is not None:
+                    raise OSError(f"redis-server ended with {server.returncode} as it started")
                 time.sleep(0.05)
-            yield str(socket)
+            yield str(path)
         finally:
             server.terminate()
