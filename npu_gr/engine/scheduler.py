@@ -95,6 +95,11 @@ class Scheduler:
         return len(self._streams.queue)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no job waits and no pass runs."""
+        return not len(self._streams.queue) and self._streams.is_idle
+
+    @property
     def failures_in_a_row(self) -> int:
         """Jobs that failed on the device since the last one that did not, except `NpuGrError`s."""
         return self._streams.failures_in_a_row

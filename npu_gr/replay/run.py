@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from npu_gr.core.errors import DataError, Unavailable
-from npu_gr.replay.compare import AnswerFile
+from npu_gr.replay.answers import AnswerFile
 from npu_gr.replay.files import QueryLog
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.plan import Action, ReplayOptions, plan

@@ -20,7 +20,7 @@ from npu_gr.core.served import (
     ModelInfo,
     VectorsInfo,
 )
-from npu_gr.handlers.base import AdmissionControl, HeldPermit
+from npu_gr.handlers.base import AdmissionControl, HeldPermit, ShadowAdmin
 
 I_co = TypeVar("I_co", covariant=True)
 
@@ -106,6 +106,11 @@ class ServiceProtocol(Protocol):
     @property
     def lookups(self) -> LookupService:
         """What is known of users and items."""
+        ...
+
+    @property
+    def shadow(self) -> ShadowAdmin:
+        """The shadow of the ranker."""
         ...
 
     @property

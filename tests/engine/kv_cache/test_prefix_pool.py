@@ -52,6 +52,10 @@ def filled(
     return entry
 
 
+def is_spare(entry: PrefixEntry) -> bool:
+    return entry.key.user.user == "d"
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random interleavings of prefill jobs, ranks, expiry and erasure, against a plain model.
 
@@ -82,7 +86,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     def share_pages(self, user: str) -> float:
         """By definition: weight / weights of all that asked within the minute * pages."""
-        wanting = {u for u, at in self.asked_at.items() if self.clock.now_at - at < WANTS_S}
+        recent = {u for u, at in self.asked_at.items() if self.clock.now_at - at < WANTS_S}
+        wanting = recent - {"d"}  # spare entries are of no tenant
         weights = {u: 2.0 if u == "c" else 1.0 for u in wanting}
         return 12 * weights.get(user, 0.0) / (sum(weights.values()) or 1.0)
 
@@ -95,6 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
         is_within = not held[user] or held[user] + need <= self.share_pages(user)
         is_alone = self.share_pages(user) == 12
         was_waiting = {e for e in self.visible if e.state is EntryState.LIVE}
+        spare = {e for e in self.visible if is_spare(e) and e.state is EntryState.EVICTABLE}
         self.evicted.clear()
         try:
             entry = self.pool.reserve(
@@ -113,8 +119,11 @@ class PoolMachine(RuleBasedStateMachine):
                     over = max(0, held[other] - self.share_pages(other))
                     assert need > free // LAYOUT.page_bytes + min(over, pages)
             return
+        assert all(map(is_spare, self.evicted)) or spare <= set(self.evicted)  # I5
         for gone in self.evicted:
             assert not gone.leases
+            if is_spare(gone):
+                continue
             other = gone.key.user.user
             if other != user:
                 assert held[other] > self.share_pages(other)
@@ -122,6 +131,23 @@ class PoolMachine(RuleBasedStateMachine):
                 assert is_within
                 assert other != user
             held[other] -= gone.num_pages
+        self.forget(self.evicted)
+        self.reserved.append(entry)
+
+    @rule(num_tokens=st.integers(1, 24))
+    def reserve_spare(self, num_tokens: int) -> None:
+        spare = {e for e in self.visible if is_spare(e) and e.state is EntryState.EVICTABLE}
+        room = self.pool.free_bytes // LAYOUT.page_bytes + sum(e.num_pages for e in spare)
+        self.evicted.clear()
+        name = key("d", str(next(self.numbers)), tenant="of d")
+        try:
+            entry = self.pool.reserve(name, num_tokens, is_spare=True)
+        except PoolExhausted:
+            assert LAYOUT.pages(num_tokens) > room
+            assert not self.evicted
+            return
+        assert LAYOUT.pages(num_tokens) <= room
+        assert all(map(is_spare, self.evicted))  # I5
         self.forget(self.evicted)
         self.reserved.append(entry)
 
@@ -181,7 +207,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         check_pool(self.pool)
-        for user in "abc":
+        for user in "abcd":
             found = self.pool.find(UserKey(f"of {user}", user), "v1", LAYOUT.layout_id)
             assert set(map(id, found)) == {id(e) for e in self.visible if e.key.user.user == user}
         for entry in self.visible:
@@ -208,7 +234,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for _, block in self.leases:
             block.__exit__(None, None, None)
-        for user in "abc":
+        for user in "abcd":
             self.pool.erase_user(UserKey(f"of {user}", user))
         for entry in self.reserved:
             self.pool.abandon(entry)
