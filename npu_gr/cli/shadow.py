@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -12,25 +11,9 @@ from npu_gr.cli.options import API_KEY, run_async
 if TYPE_CHECKING:
     from npu_gr.core.served import ShadowInfo
 
-_URL = click.option(
-    "--url",
-    default="http://127.0.0.1:8081",
-    show_default=True,
-    help="Admin URL of an instance.",
-)
 
-
-@click.group(short_help="Score ranks with one more ranker; promote or drop it.")
-def shadow() -> None:
-    """Score a share of an instance's ranks with one more ranker; promote or drop it."""
-
-
-def _shared(command: Callable[..., None]) -> Callable[..., None]:
-    return _URL(API_KEY(command))
-
-
-@shadow.command("open", short_help="Load a ranker as the shadow.")
-@click.argument("checkpoint")
+@click.command(short_help="Score ranks with one more ranker; promote or drop it.")
+@click.argument("checkpoint", required=False)
 @click.option(
     "--share",
     default=0.1,
@@ -38,45 +21,34 @@ def _shared(command: Callable[..., None]) -> Callable[..., None]:
     type=click.FloatRange(0, 1, min_open=True),
     help="Fraction of the users whose ranks it scores.",
 )
-@_shared
-def open_(checkpoint: str, share: float, url: str, api_key: str | None) -> None:
+@click.option("--promote", is_flag=True, help="Serve it; a guard watches it for five minutes.")
+@click.option("--drop", is_flag=True, help="Free it.")
+@click.option(
+    "--url",
+    default="http://127.0.0.1:8081",
+    show_default=True,
+    help="Admin URL of an instance.",
+)
+@API_KEY
+def shadow(
+    checkpoint: str | None, share: float, promote: bool, drop: bool, url: str, api_key: str | None
+) -> None:
     """Load CHECKPOINT, a folder on the instance's machine, beside the served ranker.
 
     It scores ranks when the device has nothing else to do. No client waits for it or sees it.
+    Without CHECKPOINT: show what it has scored, and how it differs from the served ranker.
     """
-    _call(url, api_key, "POST", "", {"path": checkpoint, "share": share})
+    from npu_gr.replay.remote import call_shadow
 
-
-@shadow.command(short_help="Show how it compares.")
-@_shared
-def show(url: str, api_key: str | None) -> None:
-    """Show what the shadow has scored, and how it differs from the served ranker."""
-    _call(url, api_key, "GET")
-
-
-@shadow.command(short_help="Serve it.")
-@_shared
-def promote(url: str, api_key: str | None) -> None:
-    """Serve the shadow in the place of the served ranker.
-
-    A guard watches it for five minutes, and puts the ranker before it back if it is worse.
-    """
-    _call(url, api_key, "POST", "/promote")
-
-
-@shadow.command(short_help="Free it.")
-@_shared
-def drop(url: str, api_key: str | None) -> None:
-    """Free the shadow and its prefixes."""
-    _call(url, api_key, "DELETE")
-
-
-def _call(
-    url: str, api_key: str | None, method: str, path: str = "", body: object = None
-) -> None:
-    from npu_gr.replay.remote import call_admin
-
-    found = run_async(lambda: call_admin(url, api_key, method, f"v1/models/shadow{path}", body))
+    if bool(checkpoint) + promote + drop > 1:
+        raise click.UsageError("give a CHECKPOINT, --promote or --drop, and no two of them")
+    if checkpoint:
+        call = ("POST", "", {"path": checkpoint, "share": share})
+    elif promote:
+        call = ("POST", "/promote", None)
+    else:
+        call = ("DELETE" if drop else "GET", "", None)
+    found = run_async(lambda: call_shadow(url, api_key, *call))
     for line in lines_of(found):
         click.echo(line)
 

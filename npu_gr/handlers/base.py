@@ -1,4 +1,4 @@
-"""The interfaces of handlers, which answer admitted requests of one kind, of admission and shadow."""
+"""The interfaces of handlers, which answer admitted requests, of admission, and of the shadow."""
 
 from __future__ import annotations
 

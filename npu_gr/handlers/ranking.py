@@ -157,7 +157,7 @@ OnRanked = Callable[[RankRequest, UserHistory, RankAnswer], None]
 
 
 def unobserved(_request: RankRequest, _history: UserHistory, _answer: RankAnswer) -> None:
-    pass
+    """Do nothing with an answered rank."""
 
 
 class Ranking:

@@ -7,8 +7,9 @@ request waits for it, and what it does wrong is an outcome of its own (`Skipped`
 
 Spare time: nothing is admitted, queued or running when a pass begins, and a pass has at most
 `STEP` tokens or candidates. A request that arrives meanwhile waits for one pass. So a pass is short
-against the served ranker's P99, or it is paid for by `LONG_RATIO` of the time, so that too few
-requests meet one to move the P99 by more than to the P99.5 of before.
+against the served ranker's P99, or it is paid for by `LONG_RATIO` of the time, so that few requests
+meet one, and is at most `LONGEST_RATIO` of the P99. Then the P99 rises by 2 % at most
+(`test_the_p99_of_the_served_ranker_stays`, a device on a virtual clock).
 
 Spare memory: its prefixes are spare entries of the served ranker's pool, which make room first.
 """
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 
 STEP = 64  # most tokens or candidates of a pass; a tile of attention, as in `relay/refresh.py`
 SHORT_RATIO = 0.02  # of the served ranker's P99: a pass of at most that is short
+LONGEST_RATIO = 0.5  # of the P99: no pass is longer
 LONG_RATIO = 0.005  # share of the time for longer passes
 SAVED_S = 60.0  # time whose share for longer passes may be saved up
 P99_S = 5.0  # age of the P99 after which it is read again
@@ -106,7 +108,7 @@ class SpareTime:
         self._clock = clock
         self._saved_s = LONG_RATIO * SAVED_S  # of longer passes that may run now
         self._saved_at = clock()
-        self._short_s = 0.0
+        self._p99_s = 0.0
         self._read_at = -P99_S
 
     def take(self, pass_s: float) -> bool:
@@ -114,9 +116,9 @@ class SpareTime:
         if not self._is_idle():
             return False
         self._refresh(self._clock())
-        if pass_s <= self._short_s:
+        if self._is_short(pass_s):
             return True
-        if pass_s > self._saved_s:
+        if pass_s > min(self._saved_s, LONGEST_RATIO * self._p99_s):
             return False
         self._saved_s -= pass_s
         return True
@@ -129,15 +131,18 @@ class SpareTime:
         """
         now_at = self._clock()
         self._refresh(now_at)
-        long_s = sum(one for one in passes_s if one > self._short_s)
-        if long_s > LONG_RATIO * SAVED_S:
+        long_s = sum(one for one in passes_s if not self._is_short(one))
+        if long_s > LONG_RATIO * SAVED_S or max(passes_s) > LONGEST_RATIO * self._p99_s:
             raise NotScored(Skipped.LONG)
         return long_s <= self._saved_s
+
+    def _is_short(self, pass_s: float) -> bool:
+        return pass_s <= SHORT_RATIO * self._p99_s
 
     def _refresh(self, now_at: float) -> None:
         if now_at - self._read_at >= P99_S:
             self._read_at = now_at
-            self._short_s = SHORT_RATIO * self._read_p99_s()
+            self._p99_s = self._read_p99_s()
         saved_s = self._saved_s + LONG_RATIO * (now_at - self._saved_at)
         self._saved_s, self._saved_at = min(saved_s, LONG_RATIO * SAVED_S), now_at
 

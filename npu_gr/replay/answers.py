@@ -13,8 +13,7 @@ import msgspec
 
 from npu_gr.core.errors import DataError
 from npu_gr.replay.files import QueryLog
-from npu_gr.replay.log import SCORED, digest, raw
-from npu_gr.replay.requests import Sample
+from npu_gr.replay.log import SCORED
 
 MAX_LINES = 500  # buffered before the thread writes them
 
@@ -33,28 +32,6 @@ class AnswerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: str = ""
     scores: dict[str, bytes] = {}  # task -> raw float32; NaN = unknown item
     items: list[int] = []  # returned items
-
-
-def line(sample: Sample) -> AnswerLine:
-    """Make the line of a sample whose kind has scores."""
-    common = AnswerLine(
-        number=sample.number,
-        kind=sample.record.kind,
-        due_at=round(sample.due_at, 6),
-        latency_ms=round(sample.latency_s * 1e3, 4),
-    )
-    answer = sample.answer
-    if answer is None:
-        return msgspec.structs.replace(common, error=sample.error)
-    items = answer.get("items", [])
-    return msgspec.structs.replace(
-        common,
-        outcome=answer["outcome"],
-        model_version=answer.get("model_version", ""),
-        digest=digest(answer["scores"], items),
-        scores={task: raw(values) for task, values in answer["scores"].items()},
-        items=items,
-    )
 
 
 class AnswerFile:
@@ -77,12 +54,7 @@ class AnswerFile:
         await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self._file.close)
 
-    def add(self, sample: Sample) -> None:
-        """Add a finished request, if its kind has scores. Event loop only."""
-        if sample.record.kind in SCORED:
-            self.add_line(line(sample))
-
-    def add_line(self, one: AnswerLine) -> None:
+    def add(self, one: AnswerLine) -> None:
         """Add an answer. Event loop only."""
         self._lines.append(one)
         if len(self._lines) >= MAX_LINES:

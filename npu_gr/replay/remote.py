@@ -77,16 +77,16 @@ def _session(url: str, api_key: str | None, total_s: float = 10.0) -> aiohttp.Cl
     )
 
 
-async def call_admin(
-    url: str, api_key: str | None, method: str, path: str, body: object = None
+async def call_shadow(
+    url: str, api_key: str | None, method: str, path: str, body: object
 ) -> ShadowInfo:
-    """Call a route of the shadow, which may load a model, and return its answer.
+    """Call the route of the shadow, or one below it, and return its answer.
 
     Raises:
         Unavailable: the service rejects the request or does not answer.
     """
     async with _session(url, api_key, RELOAD_S) as http:
-        found = await _call(http, method, body, path)
+        found = await _call(http, method, body, f"v1/models/shadow{path}")
     return msgspec.convert(found, ShadowInfo)
 
 

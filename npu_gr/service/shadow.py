@@ -367,7 +367,7 @@ class Shadows:
             (served, one.answer.scores, one.answer.model_version, took_s),
             (shadow, one.scores, one.version, one.took_s),
         ):
-            file.add_line(
+            file.add(
                 AnswerLine(
                     number=one.number,
                     kind=RANK.name,

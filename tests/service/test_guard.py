@@ -19,9 +19,7 @@ FINE = Counts(good=100)
 class Watched:
     """A guard, and what it looks at."""
 
-    def __init__(
-        self, before: Counts = FINE, shown: Sequence[ScoreDifference] = ()
-    ) -> None:
+    def __init__(self, before: Counts = FINE, shown: Sequence[ScoreDifference] = ()) -> None:
         self.total = Counts(good=1000, slow=400)  # of before the promotion
         self.selfchecks = (0, 0)
         self.since: list[ScoreDifference] = []
@@ -60,9 +58,7 @@ def test_objectives(results: list[Counts], before: Counts, reason: Reason | None
 def test_a_bad_second_is_forgotten_after_its_window() -> None:
     watched = Watched()
     assert watched.look(Counts(good=80, slow=20)) is Reason.SLO
-    for _ in range(31):
-        last = watched.look(Counts(good=1))
-    assert last is None
+    assert [watched.look(Counts(good=1)) for _ in range(31)][-1] is None
 
 
 @pytest.mark.parametrize(

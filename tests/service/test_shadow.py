@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient
-from msgspec.structs import replace
 
 from npu_gr.core.history import UserKey
 from npu_gr.core.memory import HostMemory
+from npu_gr.engine.kv_cache.prefix_pool import PrefixEntry
 from npu_gr.handlers import shadow as shadowing
 from npu_gr.handlers.service import Service
-from npu_gr.handlers.shadow import SpareTime
+from npu_gr.handlers.shadow import Compared, Shadow, SpareTime
+from npu_gr.model.delta import file_name
 from npu_gr.replay.compare import compare
 from npu_gr.service import guard as guarding
-from npu_gr.service.guard import Guard, Reason
+from tests.server.test_deltas_over_http import delta_to, post, rows_of
 from tests.service.test_reload import File, Traffic, gone
 from tests.serving import serving
 
@@ -58,6 +59,19 @@ def always(service: Service) -> None:
     spare._read_p99_s, spare._read_at = lambda: 1e9, -1e9
 
 
+def seen_by(shadow: Shadow) -> list[Compared]:
+    """Return a list to which all that is compared is added from now on."""
+    seen: list[Compared] = []
+    on_compared = shadow._on_compared
+
+    def saw(one: Compared) -> None:
+        seen.append(one)
+        on_compared(one)
+
+    shadow._on_compared = saw
+    return seen
+
+
 async def scored(client: Client, service: Service, traffic: Traffic, num: int) -> None:
     """Rank until so many were scored by the shadow."""
     shadow = service.versions.shadow
@@ -81,13 +95,8 @@ async def test_it_scores_as_if_it_served_and_is_recorded(tmp_path: Path) -> None
         always(service)
         shadow = service.versions.shadow
         assert shadow is not None
-        seen = []
-        shadow._on_compared, count = (
-            lambda one, before=shadow._on_compared: (seen.append(one), before(one)),
-            shadow.num_scored,
-        )
+        seen = seen_by(shadow)
         await scored(client, service, traffic, 14)
-        assert count == 0
         for one in seen:  # the slow definition: the model itself, over the whole history
             right = [
                 np.allclose(one.scores["click"], w[:, 0], atol=1e-5) for w in traffic.want[new]
@@ -95,24 +104,18 @@ async def test_it_scores_as_if_it_served_and_is_recorded(tmp_path: Path) -> None
             assert sum(right) == 1
         # users come again: their prefixes are in the pool, and are spare
         pool = shadow.ranking.relay.tiers.pool
-        found = [
-            pool.find(UserKey("", f"u{n}"), new, pool.arena.layout.layout_id) for n in range(6)
-        ]
-        assert all(len(one) == 1 for one in found)
+
+        def prefixes(user: int) -> list[PrefixEntry]:
+            return pool.find(UserKey("", f"u{user}"), new, pool.arena.layout.layout_id)
+
+        assert all(len(prefixes(user)) == 1 for user in range(6))
         info = await call(client, "GET")
         assert info["scored"] == shadow.num_scored
         assert 0 <= info["top_overlap"] <= 1
         assert "still" not in str(await call(client, "POST", status=422, path="x"))
         await call(client, "DELETE")
         folder = Path(info["answers"])
-        kept = weakref.ref(shadow.ranking.engine)
-        del shadow, seen, one
-        gc.collect()
-        assert not any(
-            pool.find(UserKey("", f"u{n}"), new, pool.arena.layout.layout_id) for n in range(6)
-        )
-        await until(lambda: gc.collect() is not None and kept() is None)
-        assert (await call(client, "GET"))["state"] == "none"
+        assert not any(map(len, map(prefixes, range(6))))
         assert set(traffic.seen.values()) > {0}
         assert traffic.seen[new] == 0  # no client saw it
     both = compare(folder / "served", folder / "shadow", 1.0)
@@ -120,6 +123,21 @@ async def test_it_scores_as_if_it_served_and_is_recorded(tmp_path: Path) -> None
     assert both.model_versions == ([old], [new])
     assert both.drift.num_with_values == info["scored"]
     assert both.drift.top_overlap == pytest.approx(info["top_overlap"])
+
+
+async def test_dropped_it_is_freed(tmp_path: Path) -> None:
+    file, _, _ = rankers(tmp_path)
+    async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
+        await call(client, "POST", path=str(tmp_path / "new"), share=1.0)
+        assert service.versions.shadow is not None
+        kept = weakref.ref(service.versions.shadow.ranking.engine)
+        await call(client, "DELETE")
+
+        def is_gone() -> bool:
+            gc.collect()
+            return kept() is None
+
+        await until(is_gone)
 
 
 async def test_its_failures_are_its_own(tmp_path: Path) -> None:
@@ -237,6 +255,25 @@ async def test_the_guard_rolls_back_what_got_worse(tmp_path: Path) -> None:
         assert (await traffic.rank(1))["model_version"] == old
 
 
+async def test_a_ranker_that_a_delta_has_changed_comes_back_from_draining(tmp_path: Path) -> None:
+    """Its version is that of its opening, its weights are not."""
+    file, _, new = rankers(tmp_path, relay={"t_life_s": 60.0})
+    async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
+        old = service.versions.ranker()
+        made = tmp_path / "made"
+        await asyncio.to_thread(
+            delta_to, tmp_path / "old", made, rows_of("item.weight", 3), tmp_path / "deltas", 1
+        )
+        await post(client, tmp_path / "deltas" / file_name(1))
+        await call(client, "POST", path=str(tmp_path / "new"), share=1.0)
+        assert (await call(client, "POST", "/promote"))["version"] == new
+        async with client.post("/v1/models/rollback") as response:
+            assert response.status == 200, await response.text()
+        assert service.versions.ranker() is old
+        await until(lambda: service.versions.shadow is None)  # nothing is left to guard
+        assert (await call(client, "GET"))["rolled_back"] == ""
+
+
 # ---- rules
 
 
@@ -244,12 +281,44 @@ def test_longer_passes_get_their_share_of_the_time() -> None:
     now_at = 0.0
     spare = SpareTime(lambda: True, lambda: 0.05, lambda: now_at)
     assert spare.take(0.001)  # 2 % of the P99
+    assert not spare.take(0.026)  # over half of it
     taken = 0
-    for step in range(200_000):
-        now_at = step * 0.01
+    for step in range(20_000):
+        now_at = step * 0.1
         taken += spare.take(0.01)
     saved_s = shadowing.LONG_RATIO * shadowing.SAVED_S
     assert taken * 0.01 == pytest.approx(0.005 * 2000 + saved_s, rel=0.02)
-    with pytest.raises(shadowing.NotScored):
-        spare.has_for([0.2, 0.2])
+    for passes_s in ([0.02] * 16, [0.026]):
+        with pytest.raises(shadowing.NotScored):
+            spare.has_for(passes_s)
+    assert not spare.has_for([0.02, 0.02])
     assert not SpareTime(lambda: False, lambda: 1e9).take(0.0)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.8])
+@pytest.mark.parametrize("pass_s", [0.00007, 0.0005, 0.002])
+def test_the_p99_of_the_served_ranker_stays(load: float, pass_s: float) -> None:
+    """One device on a virtual clock: ranks of 2 ms come at random, the shadow always has work."""
+    random = np.random.default_rng(0)
+    passes_s = 0.002 * random.lognormal(0.0, 0.3, 10_000)
+    arrives_at = np.cumsum(random.exponential(passes_s.mean() / load, len(passes_s)))
+
+    def p99_s(spare: SpareTime | None, clock: list[float]) -> tuple[float, int]:
+        free_at, num, taken = 0.0, 0, []
+        for at, rank_s in zip(arrives_at.tolist(), passes_s.tolist(), strict=True):
+            while spare is not None and free_at < at:
+                clock[0] = free_at
+                if spare.take(pass_s):
+                    free_at += pass_s
+                    num += 1
+                else:
+                    free_at = min(free_at + 0.0005, at)
+            free_at = max(free_at, at) + rank_s
+            taken.append(free_at - at)
+        return float(np.percentile(taken, 99)), num
+
+    alone_s, _ = p99_s(None, [0.0])
+    clock = [0.0]
+    with_s, num = p99_s(SpareTime(lambda: True, lambda: alone_s, lambda: clock[0]), clock)
+    assert num > 100
+    assert with_s <= 1.02 * alone_s
