@@ -1,4 +1,4 @@
-"""npu-gr shadow: a ranker beside the served one, before it serves."""
+"""npu-gr shadow: a ranker next to the served one, before it serves."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def shadow(
     checkpoint: str | None, share: float, promote: bool, drop: bool, url: str, api_key: str | None
 ) -> None:
-    """Load CHECKPOINT, a folder on the instance's machine, beside the served ranker.
+    """Load CHECKPOINT, a folder on the instance's machine, next to the served ranker.
 
     It scores ranks when the device has nothing else to do. No client waits for it or sees it.
     Without CHECKPOINT: show what it has scored, and how it differs from the served ranker.
@@ -42,13 +42,10 @@ def shadow(
 
     if bool(checkpoint) + promote + drop > 1:
         raise click.UsageError("give a CHECKPOINT, --promote or --drop, and no two of them")
-    if checkpoint:
-        call = ("POST", "", {"path": checkpoint, "share": share})
-    elif promote:
-        call = ("POST", "/promote", None)
-    else:
-        call = ("DELETE" if drop else "GET", "", None)
-    found = run_async(lambda: call_shadow(url, api_key, *call))
+    method = "POST" if checkpoint or promote else "DELETE" if drop else "GET"
+    below = "/promote" if promote else ""
+    body = {"path": checkpoint, "share": share} if checkpoint else None
+    found = run_async(lambda: call_shadow(url, api_key, method, below, body))
     for line in lines_of(found):
         click.echo(line)
 

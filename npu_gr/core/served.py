@@ -198,7 +198,7 @@ class LookedUpItems(NamedTuple):
 
 
 class ShadowInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A ranker that scores beside the served one; figures are means of the newest ranks.
+    """A ranker that scores next to the served one; figures are means of the newest ranks.
 
     Differences are from the ranker that served first to the other one.
     """

@@ -95,11 +95,6 @@ class Scheduler:
         return len(self._streams.queue)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no job waits and no pass runs."""
-        return not len(self._streams.queue) and self._streams.is_idle
-
-    @property
     def failures_in_a_row(self) -> int:
         """Jobs that failed on the device since the last one that did not, except `NpuGrError`s."""
         return self._streams.failures_in_a_row
@@ -291,6 +286,11 @@ class Scheduler:
         self.on_worked(kind, took_s)
         if jobs[0].shares:
             self.on_batch(kind, len(jobs), sum(job.demand.tokens + job.demand.rows for job in jobs))
+
+
+def is_idle(scheduler: Scheduler) -> bool:
+    """Return whether no job waits and no pass runs."""
+    return not scheduler.depth and scheduler._streams.is_idle
 
 
 async def alone(scheduler: Scheduler, function: Callable[[], T], pause: Callable[[], None]) -> T:

@@ -205,6 +205,7 @@ class Ranking:
         self.relay = relay
         self._metrics = metrics
         self._selfcheck = SelfCheck(engine, relay, metrics)
+        self.selfchecks = self._selfcheck.counts
         # called with each answered rank, e.g. to score it with a shadow too
         self.on_ranked: OnRanked = unobserved
         self.use = InUse()
@@ -473,11 +474,6 @@ class Ranking:
             rows = rows[known]
         return rows, known
 
-    @property
-    def selfchecks(self) -> tuple[int, int]:
-        """Self-checks of this version that ended, and how many of them failed."""
-        return self._selfcheck.num_checked, self._selfcheck.num_failed
-
     async def stop(self) -> None:
         """Stop self-checks, hand the prefixes over to other instances, then stop the relay."""
         await self._selfcheck.stop()
@@ -508,6 +504,10 @@ class SelfCheck:
         self._num_failed = 0  # in a row
         self._all_until_at = 0.0  # instant until which all cached ranks are checked
         self._moved_at = -math.inf  # instant of the last change of the weights; inf = it runs now
+
+    def counts(self) -> tuple[int, int]:
+        """Return the checks of this version that ended, and how many of them failed."""
+        return self.num_checked, self.num_failed
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -286,7 +286,7 @@ def _admin_paths(schemas: _Schemas) -> _Json:
         }
 
     shadow = {
-        "get": of_shadow("shadow", "A ranker that scores beside the served one, and its figures."),
+        "get": of_shadow("shadow", "A ranker that scores next to the served one, and its figures."),
         "post": {
             **of_shadow(
                 "openShadow",

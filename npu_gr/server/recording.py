@@ -14,7 +14,7 @@ from npu_gr.core.kinds import ERASE, A, Kind, Q
 from npu_gr.core.names import Names
 from npu_gr.core.request import RECORDINGS
 from npu_gr.core.served import VectorsInfo
-from npu_gr.handlers.base import AdmissionControl, HeldPermit, ShadowAdmin
+from npu_gr.handlers.base import AdmissionControl, HeldPermit
 from npu_gr.replay.recorder import RecordedRequest, Recorder, RecordOrder, RecordStatus, the
 from npu_gr.server.admission.middleware import BODY
 from npu_gr.server.http import json_response
@@ -45,6 +45,7 @@ class RecordingService:
         self.reload_models = service.reload_models
         self.rollback_models = service.rollback_models
         self.add_delta = service.add_delta
+        self.shadow = service.shadow
 
     @property
     def catalogue(self) -> CatalogueAdmin:
@@ -53,10 +54,6 @@ class RecordingService:
     @property
     def vectors(self) -> PublishedAdmin[VectorsInfo]:
         return self._service.vectors
-
-    @property
-    def shadow(self) -> ShadowAdmin:
-        return self._service.shadow
 
     @property
     def lookups(self) -> LookupService:

@@ -79,6 +79,8 @@ class ServiceProtocol(Protocol):
     what it holds.
     """
 
+    shadow: ShadowAdmin  # of the ranker
+
     def models(self) -> list[ModelInfo]:
         """List the served models, the default first."""
         ...
@@ -106,11 +108,6 @@ class ServiceProtocol(Protocol):
     @property
     def lookups(self) -> LookupService:
         """What is known of users and items."""
-        ...
-
-    @property
-    def shadow(self) -> ShadowAdmin:
-        """The shadow of the ranker."""
         ...
 
     @property

@@ -191,7 +191,7 @@ async def opened(
         observe(metrics, settings, scheduler, service)
         one_at_a_time = asyncio.Lock()
 
-        async def open_ranking_beside(
+        async def open_ranking_next(
             new: Config, old: Ranking, folder: Path | None
         ) -> Prepared[Ranking]:
             return await open_ranking(new, backend, scheduler, metrics, old, folder)
@@ -228,7 +228,7 @@ async def opened(
                 cascade=cascade_of(jobs),
                 vectors=shared.vectors,
                 read=read,
-                open_ranking=open_ranking_beside,
+                open_ranking=open_ranking_next,
                 open_generation=lambda new, old, folder: open_generation(
                     new, backend, scheduler, metrics, old, folder
                 ),
@@ -245,7 +245,7 @@ async def opened(
                 metrics=metrics,
                 admission=admission,
                 scheduler=scheduler,
-                open_ranking=open_ranking_beside,
+                open_ranking=open_ranking_next,
                 one_at_a_time=one_at_a_time,
                 reload=reload,
             )

@@ -107,8 +107,8 @@ class Prepared(Generic[M]):
     actions: tuple[str, ...] | None = None  # action names of a ranker
     names: ItemNames = EMPTY
     scored: ScoredItems | None = None  # of a ranker
-    # makes a ranker beside the serving one, which keeps the pages; `returned` lets it serve later
-    aside: Callable[[], Ranking] | None = None
+    # makes a ranker next to the serving one, which keeps the pages; `returned` lets it serve later
+    as_second: Callable[[], Ranking] | None = None
     items: ServedCatalogue | None = None  # catalogue of a generator
 
 
@@ -225,7 +225,7 @@ async def open_ranking(
         observe_relay(metrics, RANK.name, engine, pool, dram, ranking.relay)
         return ranking
 
-    def aside() -> Ranking:
+    def as_second() -> Ranking:
         assert serving is not None
         ranking = made()
         serving.relay.take_over()
@@ -237,7 +237,7 @@ async def open_ranking(
         actions=model.actions,
         names=names,
         scored=scored,
-        aside=aside,
+        as_second=as_second,
     )
 
 

@@ -34,7 +34,7 @@ MOST_SHIFT = 0.5  # of the mean difference, in standard deviations of the scores
 ERRORS = 3.0  # standard errors
 
 
-class Reason(StrEnum):
+class GuardReason(StrEnum):
     """Why a promoted ranker was rolled back; the value of the metric label `reason`."""
 
     SLO = "slo"
@@ -43,10 +43,10 @@ class Reason(StrEnum):
     SCORES = "scores"
 
 
-class Verdict(NamedTuple):
+class GuardVerdict(NamedTuple):
     """A reason to roll back, with the figures."""
 
-    reason: Reason
+    reason: GuardReason
     text: str
 
 
@@ -80,12 +80,12 @@ class Guard:
         self._since = since
         self._looks: deque[Mapping[str, Counts]] = deque([totals()], maxlen=SLO_S + 1)
 
-    def look(self) -> Verdict | None:
+    def look(self) -> GuardVerdict | None:
         """Return why the ranker must go back; None = it stays. Call it every second."""
         self._looks.append(self._totals())
         return self._slo() or self._selfcheck() or self._quality()
 
-    def _slo(self) -> Verdict | None:
+    def _slo(self) -> GuardVerdict | None:
         for kind, objective in self._objectives.items():
             now, then = self._looks[-1][kind], self._looks[0][kind]
             window = Counts(*(a - b for a, b in zip(now, then, strict=True)))
@@ -98,16 +98,16 @@ class Guard:
                         f"{bad} of {total} {kind}s missed their {promise} objective, {burn:.0f} "
                         f"times what may; {usual:.1f} times before"
                     )
-                    return Verdict(Reason.SLO, text)
+                    return GuardVerdict(GuardReason.SLO, text)
         return None
 
-    def _selfcheck(self) -> Verdict | None:
+    def _selfcheck(self) -> GuardVerdict | None:
         checked, failed = self._selfchecks()
         if failed >= LEAST_FAILED and failed > MOST_FAILED_RATIO * checked:
-            return Verdict(Reason.SELFCHECK, f"{failed} of {checked} self-checks failed")
+            return GuardVerdict(GuardReason.SELFCHECK, f"{failed} of {checked} self-checks failed")
         return None
 
-    def _quality(self) -> Verdict | None:
+    def _quality(self) -> GuardVerdict | None:
         since = list(self._since)[-NEWEST:]
         if min(len(since), len(self._shown)) < LEAST_COMPARED:
             return None
@@ -116,15 +116,17 @@ class Guard:
         )
         if -overlap.mean > MOST_FALL and overlap.is_sure:
             text = f"top-10 overlap with the ranker before {overlap}"
-            return Verdict(Reason.ITEMS, text)
+            return GuardVerdict(GuardReason.ITEMS, text)
         related = _change(
             [one.correlation for one in self._shown], [one.correlation for one in since]
         )
         if -related.mean > MOST_FALL and related.is_sure:
-            return Verdict(Reason.SCORES, f"correlation with the scores before {related}")
+            return GuardVerdict(GuardReason.SCORES, f"correlation with the scores before {related}")
         shift = _change([one.mean for one in self._shown], [one.mean for one in since])
         if abs(shift.mean) > MOST_SHIFT and shift.is_sure:
-            return Verdict(Reason.SCORES, f"mean difference to the scores before, sd {shift}")
+            return GuardVerdict(
+                GuardReason.SCORES, f"mean difference to the scores before, sd {shift}"
+            )
         return None
 
 

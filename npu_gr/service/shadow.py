@@ -25,18 +25,17 @@ from npu_gr.core.health import Worker
 from npu_gr.core.kinds import RANK, RECOMMEND
 from npu_gr.core.served import ShadowInfo
 from npu_gr.core.settings import LiveConfig
-from npu_gr.engine.scheduler import Scheduler
+from npu_gr.engine.scheduler import Scheduler, is_idle
 from npu_gr.handlers.base import AdmissionControl
 from npu_gr.handlers.ranking import Ranking, unobserved
 from npu_gr.handlers.shadow import Compared, Shadow, Skipped, SpareTime
 from npu_gr.handlers.versions import Versions
 from npu_gr.metrics.registry import Metrics
-from npu_gr.metrics.slo import Counts
 from npu_gr.replay.answers import AnswerFile, AnswerLine
 from npu_gr.replay.log import digest, raw
 from npu_gr.service.build import Prepared, returned
 from npu_gr.service.config import Config
-from npu_gr.service.guard import GUARD_S, Guard, Reason
+from npu_gr.service.guard import GUARD_S, Guard, GuardReason
 from npu_gr.service.reload import Reload, check_actions
 
 log = logging.getLogger(__name__)
@@ -83,10 +82,7 @@ class Shadows:
         self._reload = reload
         self._path = ""
         self._watched: Ranking | None = None  # its answered ranks are offered
-        self._answers = AsyncExitStack()
-        self._files: tuple[AnswerFile, AnswerFile] | None = None  # of the served, of the shadow
-        self._folder = ""
-        self._opened_at = 0.0
+        self._answers = _Answers()
         self._changing = asyncio.Lock()  # held by open, drop and promote
         self._guard: Guard | None = None
         self._guard_until_at = 0.0
@@ -94,7 +90,7 @@ class Shadows:
         self._rolled_back = ""
         metrics.shadow.observe(
             Skipped,
-            Reason,
+            GuardReason,
             lambda: () if versions.shadow is None else list(versions.shadow.differences),
             lambda: versions.shadow is not None,
             lambda: self._guard is not None,
@@ -122,7 +118,7 @@ class Shadows:
             "correlation": fmean(one.correlation for one in found) if found else None,
             "mean_difference": fmean(one.mean for one in found) if found else None,
             "median_drift": _finite(median(one.drift for one in found)) if found else None,
-            "answers": self._folder,
+            "answers": self._answers.folder,
             "rolled_back": self._rolled_back,
         }
         if self._guard is None:
@@ -147,13 +143,15 @@ class Shadows:
                 raise Unprocessable("shadow: there is one already; promote or drop it first")
             served = self._versions.ranker()
             try:
-                ranking = await self._opened(path, served)
+                config = replace(self._settings.config, checkpoint=path)
+                ranking = _checked(path, await self._open_ranking(config, served, None), served)
             except ConfigError as error:
                 gc.collect()
                 raise Unprocessable(f"shadow: {error}") from error
             self._rolled_back = ""
             self._path = path
-            await self._record(ranking.version)
+            if (record := self._settings.config.record) is not None:
+                await self._answers.open(record.folder, ranking.version)
             self._begin(ranking, share, is_before=False)
             log.info("the shadow %s scores %.0f %% of the users", ranking.version, 100 * share)
         return self.info()
@@ -203,9 +201,9 @@ class Shadows:
         objectives = self._metrics.requests.objectives
         self._guard = Guard(
             {kind: objectives[kind] for kind in KINDS},
-            self._totals,
+            lambda: {kind: self._metrics.requests.rolling[kind].total for kind in KINDS},
             usual,
-            lambda: new.selfchecks,
+            new.selfchecks,
             shown,
             after.differences,
         )
@@ -272,29 +270,6 @@ class Shadows:
             raise NotFound("there is no shadow; POST /v1/models/shadow opens one")
         return shadow
 
-    async def _opened(self, path: str, served: Ranking) -> Ranking:
-        """Load a ranker, and check that its scores can be compared with the served ones.
-
-        Raises:
-            ConfigError: they cannot.
-        """
-        config = replace(self._settings.config, checkpoint=path)
-        prepared = await self._open_ranking(config, served, None)
-        if prepared.aside is None:
-            raise ConfigError(f"checkpoint: {path} has the weights that serve")
-        check_actions(served.model.actions, prepared.actions or ())
-        if prepared.names.key != served.names.key:
-            raise ConfigError(f"checkpoint: {path} has another key of the items' ids")
-        ranking = prepared.aside()
-        if ranking.model.features != served.model.features:
-            raise ConfigError(
-                f"checkpoint: {path} reads other features than the current version, so requests "
-                "may lack them; compare the two with npu-gr replay compare, and reload"
-            )
-        if not set(ranking.model.tasks) & set(served.model.tasks):
-            raise ConfigError(f"checkpoint: {path} has no task of the current version")
-        return ranking
-
     def _begin(self, ranking: Ranking, share: float, *, is_before: bool) -> None:
         requests = self._metrics.requests
 
@@ -303,20 +278,23 @@ class Shadows:
             found = answers.get(self._versions.ranker().version)
             return 0.0 if found is None else found.p99_s
 
-        def is_idle() -> bool:
+        def has_time() -> bool:
             admission = self._admission
-            return not (admission.work.admitted or admission.waiting) and self._scheduler.is_idle
+            return not (admission.work.admitted or admission.waiting) and is_idle(self._scheduler)
+
+        def compared(one: Compared) -> None:
+            self._metrics.shadow.scored()
+            self._answers.add(one)
 
         shadow = Shadow(
             ranking,
             share,
-            SpareTime(is_idle, p99_s),
-            self._compared,
+            SpareTime(has_time, p99_s),
+            compared,
             self._metrics.shadow.skipped,
             is_before=is_before,
         )
         self._versions.shadow = shadow
-        self._opened_at = time.monotonic()
         shadow.start()
         self._watch(shadow)
 
@@ -338,41 +316,71 @@ class Shadows:
         self._versions.shadow = None
         if shadow.ranking not in self._versions.all():
             shadow.drop_prefixes()
-        self._files = None
-        self._folder = ""
-        await self._answers.aclose()
+        await self._answers.close()
 
-    async def _record(self, version: str) -> None:
-        """Open files for both rankers' answers, where requests are recorded."""
-        record = self._settings.config.record
-        if record is None:
-            return
-        folder = Path(record.folder) / f"shadow-{version}"
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None
+
+
+def _checked(path: str, prepared: Prepared[Ranking], served: Ranking) -> Ranking:
+    """Check that a ranker's scores can be compared with the served ones, and return it.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    if prepared.as_second is None:
+        raise ConfigError(f"checkpoint: {path} has the weights that serve")
+    check_actions(served.model.actions, prepared.actions or ())
+    if prepared.names.key != served.names.key:
+        raise ConfigError(f"checkpoint: {path} has another key of the items' ids")
+    ranking = prepared.as_second()
+    if ranking.model.features != served.model.features:
+        raise ConfigError(
+            f"checkpoint: {path} reads other features than the current version, so requests "
+            "may lack them; compare the two with npu-gr replay compare, and reload"
+        )
+    if not set(ranking.model.tasks) & set(served.model.tasks):
+        raise ConfigError(f"checkpoint: {path} has no task of the current version")
+    return ranking
+
+
+class _Answers:
+    """Writes both rankers' answers to files, where requests are recorded."""
+
+    def __init__(self) -> None:
+        self.folder = ""
+        self._files: tuple[AnswerFile, AnswerFile] | None = None  # of the served, of the shadow
+        self._stack = AsyncExitStack()
+        self._opened_at = 0.0
+
+    async def open(self, folder: str, version: str) -> None:
+        """Open the files of a shadow of this version, in a folder of recordings."""
+        own = Path(folder) / f"shadow-{version}"
         files = []
         for name in ("served", "shadow"):
-            await asyncio.to_thread((folder / name).mkdir, parents=True, exist_ok=True)
-            file = AnswerFile(folder / name / "answers.jsonl.gz")
-            files.append(await self._answers.enter_async_context(file))
+            await asyncio.to_thread((own / name).mkdir, parents=True, exist_ok=True)
+            file = AnswerFile(own / name / "answers.jsonl.gz")
+            files.append(await self._stack.enter_async_context(file))
         self._files = files[0], files[1]
-        self._folder = str(folder)
+        self.folder, self._opened_at = str(own), time.monotonic()
 
-    def _compared(self, one: Compared) -> None:
-        self._metrics.shadow.scored()
+    def add(self, one: Compared) -> None:
+        """Write a compared rank."""
         if self._files is None or one.number >= MOST_LINES:
             return
-        served, shadow = self._files
         due_at = round(time.monotonic() - self._opened_at, 6)
-        took_s = sum(one.answer.stages_s.values())
-        for file, scores, version, seconds in (
-            (served, one.answer.scores, one.answer.model_version, took_s),
-            (shadow, one.scores, one.version, one.took_s),
+        of_served = one.answer.scores, one.answer.model_version, sum(one.answer.stages_s.values())
+        of_shadow = one.scores, one.version, one.took_s
+        for file, (scores, version, took_s) in zip(
+            self._files, (of_served, of_shadow), strict=True
         ):
             file.add(
                 AnswerLine(
                     number=one.number,
                     kind=RANK.name,
                     due_at=due_at,
-                    latency_ms=round(seconds * 1e3, 4),
+                    latency_ms=round(took_s * 1e3, 4),
                     outcome=one.answer.outcome,
                     model_version=version,
                     digest=digest(scores),
@@ -380,9 +388,7 @@ class Shadows:
                 )
             )
 
-    def _totals(self) -> dict[str, Counts]:
-        return {kind: self._metrics.requests.rolling[kind].total for kind in KINDS}
-
-
-def _finite(value: float) -> float | None:
-    return value if abs(value) < float("inf") else None
+    async def close(self) -> None:
+        """Close the files."""
+        self.folder, self._files = "", None
+        await self._stack.aclose()

@@ -140,6 +140,8 @@ class FakeService:
         assert isinstance(answer, kind.answer)
         return answer
 
+    shadow: ShadowAdmin = NoShadow()
+
     async def reload_models(self) -> list[ModelInfo]:
         return self.models()
 
@@ -148,10 +150,6 @@ class FakeService:
 
     async def add_delta(self, body: bytes) -> list[ModelInfo]:
         return self.models()
-
-    @property
-    def shadow(self) -> ShadowAdmin:
-        return NoShadow()
 
     @property
     def catalogue(self) -> CatalogueAdmin:

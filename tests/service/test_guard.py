@@ -9,7 +9,7 @@ import pytest
 
 from npu_gr.metrics.slo import Counts, Objective
 from npu_gr.replay.score_difference import SAME, ScoreDifference, score_difference
-from npu_gr.service.guard import LEAST_COMPARED, Guard, Reason
+from npu_gr.service.guard import LEAST_COMPARED, Guard, GuardReason
 
 RANK = "rank"
 OBJECTIVES = {RANK: Objective(kind=RANK, threshold_s=0.05)}
@@ -32,7 +32,7 @@ class Watched:
             self.since,
         )
 
-    def look(self, *results: Counts) -> Reason | None:
+    def look(self, *results: Counts) -> GuardReason | None:
         for one in results:
             self.total = Counts(*(a + b for a, b in zip(self.total, one, strict=True)))
         found = self.guard.look()
@@ -44,28 +44,28 @@ class Watched:
     [
         ([FINE], FINE, None),
         ([Counts(good=15, slow=4)], FINE, None),  # too few to say
-        ([Counts(good=80, slow=20)], FINE, Reason.SLO),  # 20 times the budget
+        ([Counts(good=80, slow=20)], FINE, GuardReason.SLO),  # 20 times the budget
         ([Counts(good=88, slow=12)], FINE, None),
-        ([Counts(good=98, failed=2)], FINE, Reason.SLO),  # of availability
+        ([Counts(good=98, failed=2)], FINE, GuardReason.SLO),  # of availability
         ([Counts(good=80, slow=20)], Counts(good=85, slow=15), None),  # as before
-        ([Counts(good=60, slow=40)], Counts(good=85, slow=15), Reason.SLO),
+        ([Counts(good=60, slow=40)], Counts(good=85, slow=15), GuardReason.SLO),
     ],
 )
-def test_objectives(results: list[Counts], before: Counts, reason: Reason | None) -> None:
+def test_objectives(results: list[Counts], before: Counts, reason: GuardReason | None) -> None:
     assert Watched(before).look(*results) is reason
 
 
 def test_a_bad_second_is_forgotten_after_its_window() -> None:
     watched = Watched()
-    assert watched.look(Counts(good=80, slow=20)) is Reason.SLO
+    assert watched.look(Counts(good=80, slow=20)) is GuardReason.SLO
     assert [watched.look(Counts(good=1)) for _ in range(31)][-1] is None
 
 
 @pytest.mark.parametrize(
     ("checked", "failed", "reason"),
-    [(10, 0, None), (1, 1, None), (100, 3, None), (20, 2, Reason.SELFCHECK)],
+    [(10, 0, None), (1, 1, None), (100, 3, None), (20, 2, GuardReason.SELFCHECK)],
 )
-def test_selfchecks(checked: int, failed: int, reason: Reason | None) -> None:
+def test_selfchecks(checked: int, failed: int, reason: GuardReason | None) -> None:
     watched = Watched()
     watched.selfchecks = checked, failed
     assert watched.look() is reason
@@ -86,12 +86,12 @@ def differences(num: int, seed: int, noise: float, shift: float = 0.0) -> list[S
     [
         (60, 0.5, 0.0, None),  # as the shadow did
         (60, 0.55, 0.1, None),
-        (60, 5.0, 0.0, Reason.ITEMS),
+        (60, 5.0, 0.0, GuardReason.ITEMS),
         (LEAST_COMPARED - 1, 5.0, 0.0, None),
-        (60, 0.5, 2.0, Reason.SCORES),
+        (60, 0.5, 2.0, GuardReason.SCORES),
     ],
 )
-def test_quality(num: int, noise: float, shift: float, reason: Reason | None) -> None:
+def test_quality(num: int, noise: float, shift: float, reason: GuardReason | None) -> None:
     for seed in range(5):
         watched = Watched(shown=differences(200, 10 + seed, 0.5))
         watched.since += differences(num, seed, noise, shift)

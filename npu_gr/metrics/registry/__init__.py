@@ -3,7 +3,7 @@
     requests    metrics of every kind of request (admissions, latencies, stages, objectives), of
                 ranks, and of passes on the device
     jobs        metrics of signals, generates, matches and recommends; prefixes and memory tiers
-    shadow      a ranker that scores beside the served one, and the guard of its promotion
+    shadow      a ranker that scores next to the served one, and the guard of its promotion
     store       the history store, its fallbacks, and erased bytes that are still on disk
     process     admission, event loop, limits, version, recorder, reloads, API keys
 

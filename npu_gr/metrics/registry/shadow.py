@@ -1,4 +1,4 @@
-"""Metrics of the shadow, which scores ranks beside the served ranker, and of what watches it."""
+"""Metrics of the shadow, which scores ranks next to the served ranker, and of what watches it."""
 
 from __future__ import annotations
 

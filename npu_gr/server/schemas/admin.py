@@ -59,7 +59,7 @@ class RollbackBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ShadowBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A ranker that scores a share of the users' ranks beside the served one."""
+    """A ranker that scores a share of the users' ranks next to the served one."""
 
     # folder of its checkpoint, on the instance's machine
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]

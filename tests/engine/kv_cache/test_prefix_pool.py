@@ -168,6 +168,9 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.publish(entry)
             if not was_dropped:
                 self.visible.append(entry)
+                if is_spare(entry):
+                    with self.pool.lease(entry, consume=True):
+                        pass  # so that it may be evicted
         else:
             self.pool.abandon(entry)
 
@@ -245,6 +248,31 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(
     deadline=None, max_examples=60, stateful_step_count=40, derandomize=True
 )
+
+
+def ranked(pool: PrefixPool, name: PrefixKey, num_tokens: int, *, is_spare: bool) -> PrefixEntry:
+    entry = pool.reserve(name, num_tokens, is_spare=is_spare)
+    assert pool.publish(entry)
+    with pool.lease(entry, consume=True):
+        pass
+    return entry
+
+
+def test_spare_entries_make_room_first_and_take_none() -> None:
+    made, _ = pool(4)
+    first = ranked(made, key("a"), 4, is_spare=False)
+    spare = ranked(made, key("b"), 4, is_spare=True)
+    last = ranked(made, key("c"), 4, is_spare=False)
+    with pytest.raises(PoolExhausted):
+        made.reserve(key("d"), 12, is_spare=True)  # one page is free, one is of a spare entry
+    assert made.get(spare.key) is spare
+    filled(made, key("e"), 8)  # of one tenant, whose oldest entry is `first`
+    assert made.get(spare.key) is None
+    assert made.get(first.key) is first
+    assert made.get(last.key) is last
+    with pytest.raises(PoolExhausted):
+        made.reserve(key("d"), 4, is_spare=True)
+    check_pool(made)
 
 
 @pytest.mark.parametrize("end", ["publish", "abandon"])
