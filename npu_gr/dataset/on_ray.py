@@ -33,6 +33,7 @@ from npu_gr.dataset.lines import ignore_progress
 from npu_gr.dataset.logs import BATCH_ROWS, Log, joined_name_sql
 from npu_gr.dataset.merged import merge
 from npu_gr.dataset.options import PrepareOptions
+from npu_gr.dataset.partitions import Partitioned, partitions
 from npu_gr.dataset.sources import open_source
 
 PART_BYTES = 32 << 20  # of the log for each part; a worker holds the rows of one part in memory
@@ -138,11 +139,6 @@ def _files(log: str) -> list[_LogFile]:
     files: list[_LogFile] = []
     for one in found:
         inside = one.path.removeprefix(path).strip("/").split("/")
-        if any("=" in folder for folder in one.path.split("/")[:-1]):
-            raise DataError(
-                f"{one.path}: --on ray does not read columns from names of folders; write the "
-                "column into the files"
-            )
         if not any(part.startswith((".", "_")) for part in inside):
             files.append(_LogFile(root + one.path, one.size))
     if not files:
@@ -158,7 +154,10 @@ def _local(uri: str) -> Iterator[Path]:
         yield Path(path)
         return
     with TemporaryDirectory(prefix="npu-gr-log-") as folder:
-        copy = Path(folder) / PurePosixPath(path).name
+        # with the folders whose names are columns
+        named = [one for one in PurePosixPath(path).parts[:-1] if "=" in one]
+        copy = Path(folder, *named, PurePosixPath(path).name)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         fs.copy_files(path, str(copy), source_filesystem=filesystem)
         yield copy
 
@@ -166,11 +165,17 @@ def _local(uri: str) -> Iterator[Path]:
 def _split(
     files: list[_LogFile], options: PrepareOptions, items: Path | None, part_bytes: int
 ) -> tuple[_Split, PrepareOptions]:
-    """Choose the columns by the first file; returns options that every part has to follow."""
+    """Choose the columns by the first file and the names of all folders.
+
+    Returns options that every part has to follow.
+    """
     if options.like and not is_dataset(Path(options.like)):
         raise DataError(f"--like {options.like}: not a dataset of `npu-gr prepare`")
     with _local(files[0].uri) as first:
-        log = Log(open_source(first, "parquet"), options, describes_items=items is None)
+        source = open_source(first, "parquet")
+        if isinstance(source, Partitioned):
+            source = Partitioned(source.inner, partitions([Path(one.uri) for one in files]))
+        log = Log(source, options, describes_items=items is None)
     if log.columns.time is None or log.time_kind is None:
         raise DataError("--on ray: a log without times has no parts; prepare it at once")
     chosen: dict[str, Any] = {"time_format": options.time_format or log.time_kind.pattern}
@@ -200,6 +205,7 @@ class _Split:
 
     def _rows(self, path: Path, number: int) -> Iterator[Any]:
         source = open_source(path, "parquet")
+        of_folders = partitions([path])
         with in_memory(MOST_MB) as con, duckdb_errors(source.name, MOST_MB):
             (cells,) = source.relations(con, path, self.user, ignore_progress)
             cell = {name: f"c{place}" for place, name in enumerate(self.user)}
@@ -211,6 +217,10 @@ class _Split:
         first = 0
         for batch in pq.ParquetFile(path).iter_batches(BATCH_ROWS):
             table = pa.Table.from_batches([batch])
+            for name, value in of_folders[0].items() if of_folders else ():
+                if name not in table.column_names:
+                    cell = pa.scalar(value, pa.string())
+                    table = table.append_column(name, pa.repeat(cell, len(table)))
             places = np.arange(first, first + len(table))
             # rows without a user are rejected: no part has so many that it fails
             of_place = pa.array(places % self.num_parts, pa.int32())
