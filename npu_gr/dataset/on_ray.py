@@ -19,6 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow.fs as fs
@@ -43,7 +44,8 @@ _ROW = "npu_gr_row"
 
 
 class _LogFile(NamedTuple):
-    uri: str  # as pyarrow.fs.FileSystem.from_uri has it
+    uri: str  # that pyarrow.fs.FileSystem.from_uri reads; a local file's path
+    path: str  # inside its file system
     num_bytes: int
 
 
@@ -122,7 +124,7 @@ def _files(log: str) -> list[_LogFile]:
     Raises:
         DataError: there are none.
     """
-    place = log if "://" in log else f"file://{Path(log).absolute()}"
+    place = log if "://" in log else str(Path(log).absolute())
     folder, name = place.rpartition("/")[::2]
     uri, pattern = (folder, name) if "*" in name else (place.rstrip("/"), "*.parquet")
     try:
@@ -135,12 +137,13 @@ def _files(log: str) -> list[_LogFile]:
             found = [one for one in found if one.is_file and fnmatch(one.base_name, pattern)]
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{log}: {error}") from error
-    root = uri.removesuffix(path)
+    root = uri.removesuffix(path).removesuffix(quote(path))
     files: list[_LogFile] = []
     for one in found:
         inside = one.path.removeprefix(path).strip("/").split("/")
         if not any(part.startswith((".", "_")) for part in inside):
-            files.append(_LogFile(root + one.path, one.size))
+            uri = root + (quote(one.path, safe="/=") if root else one.path)
+            files.append(_LogFile(uri, one.path, one.size))
     if not files:
         raise DataError(f"{log}: no Parquet file; --on ray reads {pattern} in a folder")
     return sorted(files)
@@ -171,10 +174,11 @@ def _split(
     """
     if options.like and not is_dataset(Path(options.like)):
         raise DataError(f"--like {options.like}: not a dataset of `npu-gr prepare`")
+    of_folders = partitions([Path(one.path) for one in files])
     with _local(files[0].uri) as first:
         source = open_source(first, "parquet")
         if isinstance(source, Partitioned):
-            source = Partitioned(source.inner, partitions([Path(one.uri) for one in files]))
+            source = Partitioned(source.inner, of_folders)
         log = Log(source, options, describes_items=items is None)
     if log.columns.time is None or log.time_kind is None:
         raise DataError("--on ray: a log without times has no parts; prepare it at once")

@@ -53,7 +53,11 @@ def reject_ranks(command: str) -> None:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Join the other processes of `torchrun`; without it, yield the only rank."""
+    """Join the other processes of `torchrun` or Ray Train; without them, yield the only rank."""
+    if dist.is_available() and dist.is_initialized():  # Ray Train has joined them, and ends it
+        yield Ranks()
+        dist.barrier()
+        return
     if num_launched() == 1:
         yield Ranks()
         return

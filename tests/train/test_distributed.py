@@ -71,7 +71,7 @@ def recorded(train: Callable[[], Any]) -> Steps:
         steps.append((loss, found))
         return loss
 
-    Ranks.gradients = record  # type: ignore[method-assign]
+    Ranks.gradients = record  # type: ignore[method-assign,assignment]
     try:
         train()
     finally:

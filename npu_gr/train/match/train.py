@@ -259,9 +259,7 @@ class Trainer:
             ):
                 stopping.is_best(self._validate(stage, step))
             progress(
-                TrainingProgress(
-                    f"match: {stage.name}", step, stage.steps, loss, self._best[2]
-                )
+                TrainingProgress(f"match: {stage.name}", step, stage.steps, loss, self._best[2])
             )
             if stopping.is_over:
                 break
