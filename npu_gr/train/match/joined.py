@@ -266,6 +266,12 @@ def run_training(
     if not all_ranks.is_first:
         return
     states.remove()
+    drawn = "" if len(domains.test.users) == domains.num_testable else " drawn at random"
+    console.print(
+        f"validated on {len(data.validation.users):,} users (at most {num_validation:,}, drawn at "
+        f"random), tested on {len(domains.test.users):,}{drawn} of {domains.num_testable:,}",
+        highlight=False,
+    )
     served = join(data, fit_joint_svd(data), trained)
     console.print(f"served: {served.settings}; {served.items.shape[1]} dimensions")
     evaluator = domains.evaluator()
