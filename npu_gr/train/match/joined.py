@@ -271,6 +271,7 @@ def run_training(
         f"validated on {len(data.validation.users):,} users (at most {num_validation:,}, drawn at "
         f"random), tested on {len(domains.test.users):,}{drawn} of {domains.num_testable:,}",
         highlight=False,
+        soft_wrap=True,
     )
     served = join(data, fit_joint_svd(data), trained)
     console.print(f"served: {served.settings}; {served.items.shape[1]} dimensions")
