@@ -29,8 +29,8 @@ def test_ray_train_starts_the_ranks(tmp_path: Path) -> None:
     head = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
     lines = "".join(f"u{user}\t{item}\t{value}\t{time}\n" for user, item, value, time in rows)
     (tmp_path / "log.inter").write_text(head + lines)
-    (tmp_path / "train_on_ray.py").write_text(script())
-    command = [sys.executable, "train_on_ray.py", "rank", str(tmp_path / "log.inter")]
+    (tmp_path / "on_ray.py").write_text(script())
+    command = [sys.executable, "on_ray.py", "rank", str(tmp_path / "log.inter")]
     command += ["--out", str(tmp_path / "ranker"), "--threads", "1", "--preset", "quick"]
     command += ["--set", "epochs=2", "--set", "refit=false", "--set", "sasrec=false"]
     found = subprocess.run(
