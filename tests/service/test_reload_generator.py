@@ -208,4 +208,4 @@ async def test_a_damaged_log_of_another_site_rejects_it(tmp_path: Path) -> None:
     async with serving(tmp_path, read=file.read, **file.sections) as (client, _):
         file.name("decoder", catalogue=str(tmp_path / "two.jsonl"), beam_width=64)
         answer = await reload(client, 422)
-        assert "two.jsonl.changes, line 1" in answer["error"]["message"]
+        assert "two.jsonl.changes, line 1" in answer["detail"]
