@@ -46,8 +46,8 @@ def find_list(columns: Mapping[str, Any]) -> str:
 
 def singular(name: str) -> str:
     """Return the name of one of a list's items, `item_id` of `item_ids`; "" = no such list."""
-    last = name.rpartition(".")[2]
-    return next((one for one in (last.removesuffix("s"), last) if is_item_name(one)), "")
+    one = name.rpartition(".")[2].removesuffix("s")
+    return one if name.endswith("s") and is_item_name(one) else ""
 
 
 def _has_item(cell: list[Any] | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,10 +107,12 @@ def test_rows_that_are_no_behaviour_are_asked_about(
     kept = [(u, i) for (u, i, *_), cell in zip(ROWS, cells, strict=True) if cell == cells[1]]
     if option == "drop":
         kept = [(u, i) for (u, i, *_), cell in zip(ROWS, cells, strict=True) if cell != cells[1]]
-    made(tmp_path, text, **{option: (condition,)})  # what the message says
+    options: dict[str, Any] = {option: (condition,)}
+    made(tmp_path, text, **options)  # what the message says
     assert [(user, item) for user, item, *_ in events(tmp_path)] == kept
     shutil.rmtree(tmp_path / "out")
-    made(tmp_path, text, **{option: ("none",)})
+    options[option] = ("none",)
+    made(tmp_path, text, **options)
     assert read_count(tmp_path) == len(ROWS)
 
 
