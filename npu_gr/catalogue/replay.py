@@ -12,7 +12,7 @@ A withdrawn item that the file lacks is remembered, since other sources may stil
 later file may have it again.
 
 If that other file has a log of its own, which another instance wrote, what only that log has is
-kept too (`with_own`): nobody who moves from one site to another puts items back on sale.
+kept too (`with_own`): a move from one site to another puts no item back on sale.
 """
 
 from __future__ import annotations
