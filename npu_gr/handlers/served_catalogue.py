@@ -231,7 +231,7 @@ class ServedCatalogue:
         def read() -> Snapshot:
             file = self._read()
             if carried is not None and predecessor is not None:
-                changes = self._with_own_log(file, carried, predecessor, centroids)
+                changes = _with_own_log(self._log, file, carried, predecessor, centroids)
             elif not self._catalogue.is_empty:
                 changes = self.changes
             else:
@@ -254,33 +254,6 @@ class ServedCatalogue:
         self.names = names
         self._centroids = centroids
         return info
-
-    def _with_own_log(
-        self,
-        file: Snapshot,
-        carried: Changes,
-        predecessor: ServedCatalogue,
-        centroids: Centroids | None,
-    ) -> Changes:
-        """Add to the changes of a predecessor what only the own log has, if another wrote it.
-
-        Raises:
-            ConfigError: the own log is damaged.
-        """
-        theirs = predecessor._log
-        if self._log is None or (theirs is not None and theirs.path == self._log.path):
-            return carried
-        found = read_log(self._log.path)
-        if found is None or predecessor._left.get(self._log.path) == found.sequence:
-            return carried
-        changes = with_own(file, carried, found.changes, centroids)
-        if more := changes.withdrawn - carried.withdrawn - carried.removed:
-            log.warning(
-                "%s: %d items that only this log withdraws stay withdrawn, the first is %d; "
-                "restore those that are on sale again",
-                *(self._log.path, len(more), min(more)),
-            )
-        return changes
 
     async def succeed(self, predecessor: ServedCatalogue) -> None:
         """Take the log of the catalogue in service, whose changes this one has, and close its own.
@@ -459,3 +432,31 @@ class ServedCatalogue:
         """Return the number of semantic-ID paths of 1, 2, ... codes in the current version."""
         with self._catalogue.pin() as snapshot:
             return tuple(len(level) for level in snapshot.trie.token)
+
+
+def _with_own_log(
+    own: ChangeLog | None,
+    file: Snapshot,
+    carried: Changes,
+    predecessor: ServedCatalogue,
+    centroids: Centroids | None,
+) -> Changes:
+    """Add to the changes of a predecessor what only the own log has, if another wrote it.
+
+    Raises:
+        ConfigError: the own log is damaged.
+    """
+    theirs = predecessor._log
+    if own is None or (theirs is not None and theirs.path == own.path):
+        return carried
+    found = read_log(own.path)
+    if found is None or predecessor._left.get(own.path) == found.sequence:
+        return carried
+    changes = with_own(file, carried, found.changes, centroids)
+    if more := changes.withdrawn - carried.withdrawn - carried.removed:
+        log.warning(
+            "%s: %d items that only this log withdraws stay withdrawn, the first is %d; "
+            "restore those that are on sale again",
+            *(own.path, len(more), min(more)),
+        )
+    return changes
