@@ -192,7 +192,9 @@ class RowShards:
             CheckpointError: A file is missing, has another size, or is not the one that
                 `config.json` names; the message has the numbers.
         """
-        self.about, self.num_rows, self.dim = about, num_rows, dim
+        self.about = about
+        self.num_rows = num_rows
+        self.dim = dim
         self.record_bytes = record_bytes(about.dtype, dim)
         self._files: list[int] = []
         self._folder = folder

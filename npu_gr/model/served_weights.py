@@ -5,7 +5,7 @@
 Serving holds no residual rows of items, only the table of their sums. So the residuals of the rows
 that change are read from the checkpoint's file, which stays open, and from the deltas. A sharded
 checkpoint has no residuals: a row that no delta on the way has is served from its files again, and
-a delta that changes what items share is refused.
+a delta that changes what items share is rejected.
 
 A prefix's keys and values depend on the vectors of the items of its history, and on all weights but
 those that only candidates read. `WeightStamps` says which delta last changed each; a fingerprint

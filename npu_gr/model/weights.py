@@ -261,7 +261,7 @@ def read_weights(folder: Path) -> CheckpointWeights:
         CheckpointError: A file is missing or corrupt, or the weights do not fit the configuration.
     """
     about = _checked_manifest(folder)
-    _refuse_sharded(about, folder)
+    _reject_sharded(about, folder)
     tensors = _tensors(folder)
     weights = {name: tensor for name, tensor in tensors.items() if name != ITEM_IDS}
     if misfit := _misfit(about.model, weights):
@@ -282,7 +282,7 @@ def _tensors(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _refuse_sharded(about: _Manifest, folder: Path) -> None:
+def _reject_sharded(about: _Manifest, folder: Path) -> None:
     if about.item_rows is not None:
         raise CheckpointError(
             f"checkpoint {folder}: is sharded, for serving alone; give the checkpoint that it was "
@@ -302,7 +302,7 @@ def load(folder: Path, *, is_served: bool = False) -> Checkpoint:
     """
     about = _checked_manifest(folder)
     if not is_served:
-        _refuse_sharded(about, folder)
+        _reject_sharded(about, folder)
     rows = None
     if about.item_rows is not None:
         if why := unshardable(about.model):

@@ -129,7 +129,7 @@ def test_a_signal_reads_rows_ahead_that_are_in_no_memory(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("row", [-1, NUM + SPARE])
-def test_a_row_beyond_the_table_is_refused(tmp_path: Path, row: int) -> None:
+def test_a_row_beyond_the_table_is_rejected(tmp_path: Path, row: int) -> None:
     hot = HotRows(written(tmp_path, "float32"), SPARE, 0, CPU_DEVICE)
     with pytest.raises(IndexError, match=f"the table has {NUM + SPARE}"):
         hot.rows(torch.tensor([0, row]))
@@ -145,7 +145,7 @@ def damage(path: Path) -> None:
     path.write_bytes(raw)
 
 
-def test_a_file_that_is_not_the_checkpoints_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_file_that_is_not_the_checkpoints_is_rejected_in_words(tmp_path: Path) -> None:
     shards = written(tmp_path, "int8")
     second = tmp_path / file_name(1)
     whole = second.read_bytes()
@@ -207,7 +207,7 @@ def test_a_sharded_model_scores_as_one_with_the_same_rows_in_memory(
     assert sharded.rows.about.has_id_range
 
 
-def test_what_cannot_be_sharded_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_cannot_be_sharded_is_rejected_by_name(tmp_path: Path) -> None:
     retrieving = tiny_model(retrieval=True)
     checkpoint = Checkpoint(model=retrieving, item_ids=np.arange(300), name="tiny")
     with pytest.raises(CheckpointError, match="retrieval: the search reads the rows of all items"):
