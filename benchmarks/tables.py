@@ -151,7 +151,7 @@ def engine_of(folder: Path, rows: object) -> RankEngine:
     """Make an engine of the checkpoint that reads its item rows from `rows`."""
     backend = CPUBackend()
     model = load(folder, is_served=True).model
-    model.items.serve(rows)  # type: ignore[arg-type]
+    model.items.sharded = rows  # type: ignore[assignment]
     arena = KVArena(layout(model.config, backend), 1, backend.device, pack=backend.pack_kv)
     return RankEngine(model, backend, Scheduler(SchedulerConfig()), arena)
 

@@ -169,8 +169,8 @@ class ItemVectors:
         self._model = model
         # frozen: [num_rows (+ 1 for NEXT), dim]; None = not frozen
         self.table: Tensor | None = None
-        self.sharded: HotRows | None = None  # None = not sharded
-        self._num_spare = 0  # rows for new items in the table, or behind the sharded ones
+        self.sharded: HotRows | None = None  # set to serve a sharded checkpoint
+        self._num_spare = 0  # rows for new items in the table
         # residual rows of a training step with row dropout, see `draw_kept`; None = all
         self.kept_rows: Tensor | None = None
 
@@ -249,11 +249,6 @@ class ItemVectors:
             self.table = table
             self._num_spare = num_spare
 
-    def serve(self, sharded: HotRows) -> None:
-        """Read vectors from a sharded checkpoint."""
-        self.sharded = sharded
-        self._num_spare = sharded.num_rows - self._model.config.num_items
-
     def drop_residuals(self) -> None:
         """Free the residual rows: the frozen table holds what serving reads of them."""
         assert self.table is not None
@@ -273,6 +268,8 @@ class ItemVectors:
     @property
     def num_rows(self) -> int:
         """Number of item rows, including the spare ones."""
+        if self.sharded is not None:
+            return self.sharded.num_rows
         return self._model.config.num_items + self._num_spare
 
     @torch.inference_mode()

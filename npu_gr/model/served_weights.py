@@ -159,7 +159,7 @@ class ServedWeights:
         dim = self._model.item.weight.shape[1]
         residuals = state[RESIDUALS].new_empty(1, 1).expand(config.num_items, dim)
         check_fits(delta, state | {RESIDUALS: residuals})
-        if self._is_sharded:
+        if self._model.items.sharded is not None:
             _check_shards(delta)
         tables = {
             f"feature_ids_{index}": state[f"feature.{index}.weight"]
@@ -199,7 +199,7 @@ class ServedWeights:
         is_own = own is None or len(own) == len(item_rows)
         residuals, is_changed = self._values(RESIDUALS, item_rows, links if is_own else way, read)
         restored = _NO_ROWS
-        if self._is_sharded:
+        if self._model.items.sharded is not None:
             restored, residuals = item_rows[~is_changed], residuals[torch.from_numpy(is_changed)]
             item_rows = item_rows[is_changed]
         changes = {
@@ -231,7 +231,7 @@ class ServedWeights:
         with safe_open(f"/proc/self/fd/{self._file}", framework="pt") as file:
             base: Tensor = file.get_tensor(name)
         wanted = slice(None) if rows is None else torch.from_numpy(rows)
-        if rows is not None and self._is_sharded and name == RESIDUALS:
+        if rows is not None and name == RESIDUALS and self._model.items.sharded is not None:
             found = base.new_zeros(len(rows), base.shape[1])
         else:
             found = base[wanted].clone() if base.ndim else base.clone()
@@ -252,10 +252,6 @@ class ServedWeights:
                 found[torch.from_numpy(at)] = change.values[torch.from_numpy(places)]
                 is_changed[at] = True
         return found, is_changed
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self._model.items.sharded is not None
 
     def _item_rows(self, touched: Mapping[str, I64 | None]) -> I64:
         """Return the item rows whose sums change, ascending."""

@@ -385,7 +385,7 @@ def _placed(
         model.items.drop_residuals()
     else:
         hot_bytes = config.models.hot_item_bytes
-        model.items.serve(HotRows(checkpoint.rows, num_spare, hot_bytes, backend.device))
+        model.items.sharded = HotRows(checkpoint.rows, num_spare, hot_bytes, backend.device)
         _replay_rows(model, weights, backend)
     backend.synchronize()  # before a device thread reads it in another stream
     return checkpoint

@@ -195,7 +195,7 @@ def test_a_sharded_model_scores_as_one_with_the_same_rows_in_memory(
     assert (sharded.version, sharded.item_ids.tolist()) == (version, whole.item_ids.tolist())
     assert version != whole.version
     assert sharded.rows is not None
-    sharded.model.items.serve(HotRows(sharded.rows, 0, 3000, CPU_DEVICE))
+    sharded.model.items.sharded = HotRows(sharded.rows, 0, 3000, CPU_DEVICE)
     whole.model.items.freeze()
     table = whole.model.items.table
     assert table is not None

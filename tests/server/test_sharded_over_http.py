@@ -126,7 +126,7 @@ async def test_int8_rows_serve_and_answer_close_to_the_whole(tmp_path: Path) -> 
 async def test_a_reload_counts_the_memory_of_hot_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sharded checkpoint that does not fit beside the served one is rejected before it is read."""
+    """One that does not fit beside the served one is rejected before it is read."""
     Stream(tmp_path)
     sections = {"checkpoint": str(shard(tmp_path, "int8"))}
     little = HostMemory(500 << 20, "the machine")
