@@ -50,7 +50,7 @@ class Again:
         for name, printed in self._alone.items():
             terminalreporter.write(printed)
             end = "failed alone as well" if printed else "passed alone"
-            terminalreporter.write_line(f"flaky: {name} failed beside the others and {end}")
+            terminalreporter.write_line(f"flaky: {name} failed among others, {end}")
 
 
 def pytest_configure(config: pytest.Config) -> None:
