@@ -282,7 +282,7 @@ async def unframed(fuzzed: Fuzzed, message: Message, first_s: float) -> None:
     wait_s = first_s
     try:
         with reproducible([message]):
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(3 * PATIENCE_S):
                 while True:
                     try:
                         async with asyncio.timeout(wait_s):
