@@ -630,9 +630,9 @@ def bombs() -> dict[str, bytes]:
         "headers": _head(b"POST", b"/v1/rank", {b"X%d" % n: b"" for n in range(6000)}),
         "a request line": b"GET /" + b"a" * SIZE,
         "requests without a body": b"POST /v1/rank HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
-        b"0\r\n\r\n" * 4_000,
-        "requests for health": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4_000,
-        "requests that nobody knows": b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n" * 4_000,
+        b"0\r\n\r\n" * 20_000,
+        "requests for health": b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000,
+        "requests that nobody knows": b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10_000,
         "line ends": b"\r\n" * (SIZE // 2),
         "a query": _head(
             b"DELETE", b"/v1/users/u?" + b"&".join(b"a%d=1" % n for n in range(900)), {}

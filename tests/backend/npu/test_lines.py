@@ -43,7 +43,6 @@ SLOW = (
     "few_launches",
     "by_definition",
     "made_in_blocks",
-    "both_tiers",
     "ends_the_search",
 )  # and no line of these files more
 
