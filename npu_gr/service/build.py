@@ -476,7 +476,7 @@ async def open_generation(
     else:
         items = ServedCatalogue(section, scheduler, backend.device)
         try:
-            await items.reload(carried=None if serving is None else serving.items.changes)
+            await items.reload(predecessor=None if serving is None else serving.items)
         except (DataError, Unavailable) as error:
             raise ConfigError(f"generate.catalogue: {error}") from error
     await warm_up(section, engine, items)
