@@ -25,8 +25,9 @@ from npu_gr.core.kinds import KINDS
 from npu_gr.train.site import make
 from npu_gr.train.site.folder import NEW_ITEM
 from npu_gr.train.site.side_by_side import Training
-from tests.cli.test_main import free_port, is_ready
+from tests.cli.test_main import is_ready
 from tests.cli.test_processes import until
+from tests.ports import free_port
 
 NUM_USERS, NUM_EVENTS, NUM_ITEMS = 60, 30, 80
 TINY = (
@@ -230,6 +231,10 @@ def test_three_commands_from_a_log_to_recommendations(
         monkeypatch.setattr(make, "side_by_side", one_after_the_other)
     said = command("train", "all", site / "data", "--out", site, *tiny)
     assert f"npu-gr serve --config {site / 'serve.yaml'}" in said
+    features = json.loads((site / "data" / "manifest.json").read_text())["features"]
+    first = next((one["name"] for one in features if one["kind"] == "one"), "brand")
+    rule = f'# rules: {{diversity: [{{by: "{first}", most: 2}}]}}'
+    assert rule in (site / "serve.yaml").read_text()
     if make_log is company_csv:
         again = command("train", "all", site / "data", "--out", site, *tiny)
         assert again.count("reusing version") == 3
