@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -30,10 +31,12 @@ from npu_gr.model.config import HSTUConfig
 from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.metrics import F64, auc, difference_of_auc, difference_of_users
-from npu_gr.train.rank.evaluate import K, Evaluation
+from npu_gr.train.rank.evaluate import Evaluation, K
 from npu_gr.train.rank.forward import EncodedHistories, HistoryBatch
 from npu_gr.train.rank.options import TrainOptions
 from npu_gr.train.rank.train import train_rank
+
+Bools = npt.NDArray[np.bool_]
 
 WINDOWS = (64, 128, 256)
 FIRST = 16  # attention_first_tokens
@@ -60,7 +63,7 @@ def real(interactions: Interactions, options: TrainOptions) -> Iterator[Line]:
             yield from _compared(at, found, full, events >= least)
 
 
-def _compared(at: str, found: Evaluation, full: Evaluation, chosen: I64) -> Iterator[Line]:
+def _compared(at: str, found: Evaluation, full: Evaluation, chosen: Bools) -> Iterator[Line]:
     assert found.ranker.liking is not None
     assert full.ranker.liking is not None
     own = chosen[found.users]
@@ -68,16 +71,18 @@ def _compared(at: str, found: Evaluation, full: Evaluation, chosen: I64) -> Iter
     labels, users = found.likes[own], found.users[own]
     yield _area(f"AUC, {at}, {len(labels)} events", mine, theirs, labels, users)
     of_user = chosen[found.next_users]
-    hits = [(one.parts[0].ranks.overall[of_user] < K) * 1.0 for one in (found, full)]
-    gap = difference_of_users(*hits)
+    hits: list[F64] = [
+        (one.parts[0].ranks.overall[of_user] < K).astype(np.float64) for one in (found, full)
+    ]
+    gap = difference_of_users(hits[0], hits[1])
     yield compared(
-        "long", f"HR@{K} of the retrieval, {at}, {len(hits[0])} users", hits[0].mean(), "HR",
-        "full attention", hits[1].mean(), hits[0].mean() / hits[1].mean(),
+        "long", f"HR@{K} of the retrieval, {at}, {len(hits[0])} users", float(hits[0].mean()), "HR",
+        "full attention", float(hits[1].mean()), float(hits[0].mean() / hits[1].mean()),
         ok=gap.mean >= -LOSES, low=gap.low, high=gap.high,
     )  # fmt: skip
 
 
-def _area(case: str, mine: F64, theirs: F64, labels: F64, users: I64) -> Line:
+def _area(case: str, mine: F64, theirs: F64, labels: Bools, users: I64) -> Line:
     gap = difference_of_auc(mine, theirs, labels, users)
     assert gap is not None
     value, before = auc(mine, labels), auc(theirs, labels)
@@ -116,8 +121,11 @@ def draw(num_users: int, distance: int, random: np.random.Generator) -> Asked:
     place = np.argsort(order, axis=1)
     liked = np.take_along_axis(actions[:, FIRST : FIRST + TOPICS], place, axis=1)
     times = np.arange(length)[None].repeat(num_users, 0) * 60
-    tensors = (torch.from_numpy(each) for each in (items, actions, times))
-    histories = HistoryBatch(**dict(zip(("items", "actions", "times"), tensors, strict=True)))
+    histories = HistoryBatch(
+        items=torch.from_numpy(items),
+        actions=torch.from_numpy(actions),
+        times=torch.from_numpy(times),
+    )
     return Asked(histories, torch.from_numpy(asked), torch.from_numpy(liked.astype(np.float32)))
 
 

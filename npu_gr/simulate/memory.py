@@ -218,12 +218,12 @@ class Memory:
         """Rank, and return where the prefix came from, before the signal if there was one."""
         source = Outcome.HBM_HIT.value
         used = self._hbm.longest(visit)
-        if used is None and (copy := self._dram.longest(visit)) is not None:
-            if self._reloads(copy) and self._hbm.add(copy, visit.at):
-                self._dram.touch(copy, visit.at)
-                self._copied(copy)
-                used = copy
-                source = Outcome.DRAM_HIT.value
+        copy = self._dram.longest(visit) if used is None else None
+        if copy is not None and self._reloads(copy) and self._hbm.add(copy, visit.at):
+            self._dram.touch(copy, visit.at)
+            self._copied(copy)
+            used = copy
+            source = Outcome.DRAM_HIT.value
         cached = used.num_tokens if used else 0
         self._computed(visit.num_tokens - cached, cached, visit.num_candidates)
         if used is None:

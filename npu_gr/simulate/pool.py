@@ -91,8 +91,8 @@ class SimulatedCalls:
     def get(self, user: UserKey) -> asyncio.Future[StoredPrefix]:
         """Fetch a value; a miss takes the fixed part of a call."""
         found = self._pool.get(user, self._loop.time())
-        is_there = isinstance(found, StoredPrefix)
-        num_bytes = self._dram.arena.layout.bytes(found.num_tokens) if is_there else 0
+        layout = self._dram.arena.layout
+        num_bytes = layout.bytes(found.num_tokens) if isinstance(found, StoredPrefix) else 0
         answer: asyncio.Future[StoredPrefix] = self._loop.create_future()
 
         def answered(_: asyncio.Future[object]) -> None:

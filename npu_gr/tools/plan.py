@@ -110,13 +110,13 @@ def layout_of(config: Config) -> KVLayout:
     )
     shape = config_of(Path(config.checkpoint))
     wanted = config.calibration.kv_token_bytes
-    for dtype in (torch.bfloat16, torch.float32):
-        layout = kv_layout(shape, config, dtype, backend)
+    layouts = [kv_layout(shape, config, one, backend) for one in (torch.bfloat16, torch.float32)]
+    for layout in layouts:
         if layout.token_bytes == wanted:
             return layout
     raise ConfigError(
-        f"calibration: a token takes {wanted} bytes there, here {layout.token_bytes}; calibrate "
-        "again with this checkpoint and kv_cache.dtype"
+        f"calibration: a token takes {wanted} bytes there, here {layouts[-1].token_bytes}; "
+        "calibrate again with this checkpoint and kv_cache.dtype"
     )
 
 

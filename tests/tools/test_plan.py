@@ -38,7 +38,7 @@ HIT, RELOADED, MISS = Outcome.HBM_HIT.value, Outcome.DRAM_HIT.value, Outcome.MIS
 
 
 def traffic(*, signals: bool) -> list[TrafficRequest]:
-    found = signals_and_ranks(visits(USERS, 100.0, 2.2, 3), 8)
+    found = signals_and_ranks(visits(USERS, 100.0, 2.6, 3), 8)
     return [request for request in found if signals or request.kind == "rank"]
 
 
@@ -63,6 +63,7 @@ async def test_real_instances_find_what_is_predicted(
         real = Counter[str]()
         async with serving(
             tmp_path,
+            watched=False,
             kv_cache=kv_cache,
             service={"cut_step_tokens": STEP, "selfcheck_ratio": 0.0},
             history_store={"kind": "none"},
@@ -194,7 +195,7 @@ def test_a_log_and_a_model_of_its_users_are_planned(configured: Path, tmp_path: 
         assert other["num_bytes"] + mib >= 10 * (one["num_bytes"] - mib)
     write_settings(USERS, tmp_path / "users.yaml")
     words = ["--config", str(configured), "--users", str(tmp_path / "users.yaml")]
-    of_model = json.loads(invoke(*words, "--qps", "100", "--duration-s", "2.2", "--json"))
+    of_model = json.loads(invoke(*words, "--qps", "100", "--duration-s", "2.6", "--json"))
     assert of_model["most_ratio"] == pytest.approx(found["most_ratio"], abs=0.05)
 
 
