@@ -143,14 +143,14 @@ def far_model(window: int, seed: int) -> HSTU:
 
 
 def logits(model: HSTU, asked: Asked) -> torch.Tensor:
-    """Score every topic behind the last event, with gradients: [B, TOPICS]."""
+    """Score every topic just before the last event, with gradients: [B, TOPICS]."""
     encoded = EncodedHistories(model, asked.histories)
     last = torch.full((len(asked.topics), 1), asked.histories.items.shape[1] - 1)
     return model.task_logits(encoded.rows(asked.topics[:, None], last))[:, 0, :, 0]
 
 
 def served(model: HSTU, asked: Asked, backend: Backend) -> F64:
-    """Score every topic behind the last event, as an instance does: [B * TOPICS]."""
+    """Score every topic just before the last event, as an instance does: [B * TOPICS]."""
     model.eval().items.freeze()
     engine, _ = Long(model, backend, 0).engine(1)
     found = []
@@ -158,8 +158,8 @@ def served(model: HSTU, asked: Asked, backend: Backend) -> F64:
         items, actions, times = (
             getattr(asked.histories, name)[user].numpy() for name in ("items", "actions", "times")
         )
-        events = Events(items, actions.astype(np.int16), times)
-        tokens = Tokens(events, items, HistoryReport(fingerprint="", num_tokens=len(items)))
+        events = Events(items[:-1], actions[:-1].astype(np.int16), times[:-1])
+        tokens = Tokens(events, events.items, HistoryReport(fingerprint="", num_tokens=len(events)))
         found.append(engine.forward([RankPass(tokens, 0, topics, int(times[-1]))])[0][:, 0])
     return np.concatenate(found).astype(np.float64)
 

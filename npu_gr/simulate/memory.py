@@ -39,7 +39,7 @@ class Visit(NamedTuple):
     num_candidates: int
 
 
-class Sizes(NamedTuple):
+class TierSizes(NamedTuple):
     """Bytes of each tier; 0 = there is none. HBM always holds what waits for its rank."""
 
     hbm_bytes: float
@@ -58,7 +58,7 @@ class Rules(NamedTuple):
     copy_bytes_per_s: float
 
 
-class Found(NamedTuple):
+class MemoryHits(NamedTuple):
     """Where the prefixes of the ranks came from, and what that cost."""
 
     sources: Counter[str]  # hbm_hit, dram_hit, pool_hit or miss_full of each counted rank
@@ -145,7 +145,7 @@ class _Tier:
 class Memory:
     """The tiers of a fleet as one instance's: users do not change their instance."""
 
-    def __init__(self, sizes: Sizes, rules: Rules) -> None:
+    def __init__(self, sizes: TierSizes, rules: Rules) -> None:
         self._rules = rules
         self._hbm = _Tier(sizes.hbm_bytes, rules)
         self._dram = _Tier(sizes.dram_bytes, rules, rules.ttl_s)
@@ -245,7 +245,9 @@ class Memory:
         self._pool.add(key, now)
 
 
-def replayed(visits: Iterable[Visit], sizes: Sizes, rules: Rules, warmup_s: float) -> Found:
+def replayed(
+    visits: Iterable[Visit], sizes: TierSizes, rules: Rules, warmup_s: float
+) -> MemoryHits:
     """Replay signals and ranks over tiers of these sizes.
 
     Args:
@@ -258,16 +260,16 @@ def replayed(visits: Iterable[Visit], sizes: Sizes, rules: Rules, warmup_s: floa
     sources = Counter[str]()
     before = memory.counts
     for visit in visits:
-        if visit.at < warmup_s:
-            before = memory.counts
         if visit.is_signal:
             memory.signal(visit)
-            continue
-        source = memory.rank(visit)
-        if visit.at >= warmup_s:
-            sources[source] += 1
+        else:
+            source = memory.rank(visit)
+            if visit.at >= warmup_s:
+                sources[source] += 1
+        if visit.at < warmup_s:
+            before = memory.counts
     device_s, copy_s, num_prefills = memory.counts
-    return Found(sources, device_s - before[0], copy_s - before[1], num_prefills - before[2])
+    return MemoryHits(sources, device_s - before[0], copy_s - before[1], num_prefills - before[2])
 
 
 def visits_of(

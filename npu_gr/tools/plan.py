@@ -37,7 +37,7 @@ from npu_gr.relay.trigger import admitted_rate, live_limit
 from npu_gr.service.build import kv_layout
 from npu_gr.service.config import Config
 from npu_gr.simulate.config import UsersConfig
-from npu_gr.simulate.memory import Found, Rules, Sizes, Visit, replayed
+from npu_gr.simulate.memory import MemoryHits, Rules, TierSizes, Visit, replayed
 from npu_gr.simulate.users import TrafficRequest, signals_and_ranks, visits
 
 COPIES = 0.05  # share of the device's time
@@ -53,7 +53,7 @@ DEVICE = "device time"
 HBM = "HBM for prefixes that wait, as configured"
 
 
-class Form(msgspec.Struct, frozen=True):
+class UserBytes(msgspec.Struct, frozen=True):
     """What a user takes in one form of the cache."""
 
     name: str
@@ -61,7 +61,7 @@ class Form(msgspec.Struct, frozen=True):
     p99_bytes: int
 
 
-class Point(msgspec.Struct, frozen=True):
+class HitPoint(msgspec.Struct, frozen=True):
     """The share of ranks whose prefix is found in so much memory of the whole fleet."""
 
     num_bytes: int
@@ -76,13 +76,13 @@ class Limit(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan. Sizes of tiers are those of one instance."""
+    """The plan. TierSizes of tiers are those of one instance."""
 
     rate_per_s: float  # ranks of the fleet
     num_ranks: int  # that were counted
     has_signals: bool
-    forms: list[Form]
-    curve: list[Point]
+    forms: list[UserBytes]
+    curve: list[HitPoint]
     most_ratio: float  # found by unlimited memory
     sources: dict[str, float]  # share of the ranks by where the prefix is found, as planned
     instances: int
@@ -120,16 +120,16 @@ def layout_of(config: Config) -> KVLayout:
     )
 
 
-def forms(layout: KVLayout, tokens: Sequence[int]) -> list[Form]:
+def forms(layout: KVLayout, tokens: Sequence[int]) -> list[UserBytes]:
     """Compare forms of the cache by what a user takes, at the median and the P99 of lengths."""
     median, p99 = (int(np.quantile(tokens, q, method="higher")) for q in (0.5, 0.99))
-    found = [Form("as configured", layout.bytes(median), layout.bytes(p99))]
+    found = [UserBytes("as configured", layout.bytes(median), layout.bytes(p99))]
     whole = {"window_tokens": 0, "first_tokens": 0}
     ring = {"window_tokens": WINDOW, "first_tokens": FIRST}
     for name, form in (("whole history", whole), (f"window {WINDOW} + {FIRST}", ring)):
         for dtype in ("bfloat16", "int8"):
             one = replace(layout, dtype=dtype, **form)  # type: ignore[arg-type]
-            found.append(Form(f"{name}, {dtype}", one.bytes(median), one.bytes(p99)))
+            found.append(UserBytes(f"{name}, {dtype}", one.bytes(median), one.bytes(p99)))
     return found
 
 
@@ -156,8 +156,8 @@ class _Tried:
         self._sample_ratio = sample_ratio
         self.warmup_s = traffic[-1].at / 2
 
-    def at(self, hbm: float, dram: float = 0.0, ttl_s: float = math.inf) -> Found:
-        sizes = Sizes(hbm * self._sample_ratio, dram * self._sample_ratio)
+    def at(self, hbm: float, dram: float = 0.0, ttl_s: float = math.inf) -> MemoryHits:
+        sizes = TierSizes(hbm * self._sample_ratio, dram * self._sample_ratio)
         return replayed(self._traffic, sizes, self._rules._replace(ttl_s=ttl_s), self.warmup_s)
 
 
@@ -242,7 +242,7 @@ def make_plan(
         has_signals=has_signals,
         forms=forms(layout, tokens),
         curve=[
-            Point(_whole(working / part), tried.at(working / part).ratio)
+            HitPoint(_whole(working / part), tried.at(working / part).ratio)
             for part in (32, 16, 8, 4, 2, 1)
         ],
         most_ratio=most.ratio,
@@ -259,7 +259,7 @@ def make_plan(
 
 
 def _limits(
-    config: Config, calibration: Calibration, found: Found, has_signals: bool, p99_bytes: int
+    config: Config, calibration: Calibration, found: MemoryHits, has_signals: bool, p99_bytes: int
 ) -> list[Limit]:
     num_ranks = found.sources.total()
     limits = [Limit(DEVICE, config.scheduler.streams * num_ranks / max(found.device_s, 1e-9))]

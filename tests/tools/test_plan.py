@@ -22,7 +22,7 @@ from npu_gr.replay.files import write
 from npu_gr.replay.log import LoggedHistory, QueryRecord
 from npu_gr.simulate.config import Lognormal, UsersConfig
 from npu_gr.simulate.config import write as write_settings
-from npu_gr.simulate.memory import Rules, Sizes, Visit, replayed, visits_of
+from npu_gr.simulate.memory import Rules, TierSizes, Visit, replayed, visits_of
 from npu_gr.simulate.users import TrafficRequest, signals_and_ranks, visits
 from tests.serving import columns, make_config, serving, write_checkpoint
 
@@ -53,7 +53,7 @@ def body(request: TrafficRequest) -> dict[str, object]:
 async def test_real_instances_find_what_is_predicted(
     tmp_path: Path, signals: bool, sizes: tuple[int, ...]
 ) -> None:
-    """Sizes of both tiers; the shares of each source differ by .02 at most."""
+    """TierSizes of both tiers; the shares of each source differ by .02 at most."""
     found = traffic(signals=signals)
     write_checkpoint(tmp_path / "checkpoint", max_history_tokens=MOST)
     shares = []
@@ -93,7 +93,7 @@ async def test_real_instances_find_what_is_predicted(
                 ranking.engine.cost,
                 ranking.engine.copy_bytes_per_s,
             )
-        tiers = Sizes(kv_cache["hbm_bytes"], kv_cache["dram_bytes"])
+        tiers = TierSizes(kv_cache["hbm_bytes"], kv_cache["dram_bytes"])
         predicted = replayed(visits_of(found, MOST, STEP), tiers, rules, 0.0).sources
         total = real.total()
         assert predicted.total() == total > 150
@@ -111,9 +111,9 @@ def test_reuse_is_by_bytes_between_two_visits() -> None:
     """Users in turn: each comes back after all others, so memory for one less finds nothing."""
     turns = [visit(float(n), f"u{n % 10}") for n in range(100)]
     for pages, ratio in ((10, 0.9), (9, 0.0)):
-        assert replayed(turns, Sizes(pages * PAGE), RULES, 0.0).ratio == pytest.approx(ratio)
+        assert replayed(turns, TierSizes(pages * PAGE), RULES, 0.0).ratio == pytest.approx(ratio)
     for dram, ratio in ((10, 0.9), (9, 0.0)):
-        found = replayed(turns, Sizes(PAGE, dram * PAGE), RULES, 0.0)
+        found = replayed(turns, TierSizes(PAGE, dram * PAGE), RULES, 0.0)
         assert found.sources[RELOADED] == pytest.approx(100 * ratio)
 
 
@@ -121,19 +121,20 @@ def test_a_copy_expires_and_a_pool_has_it_for_a_signal() -> None:
     rules = RULES._replace(ttl_s=10.0)
     again = [visit(0.0, "a"), visit(1.0, "b"), visit(9.0, "a")]
     late = [visit(0.0, "a"), visit(1.0, "b"), visit(11.0, "a")]
-    assert replayed(again, Sizes(PAGE, 4 * PAGE), rules, 2.0).sources == {RELOADED: 1}
-    assert replayed(late, Sizes(PAGE, 4 * PAGE), rules, 2.0).sources == {MISS: 1}
+    assert replayed(again, TierSizes(PAGE, 4 * PAGE), rules, 2.0).sources == {RELOADED: 1}
+    assert replayed(late, TierSizes(PAGE, 4 * PAGE), rules, 2.0).sources == {MISS: 1}
     asked = [*again[:2], visit(2.0, "c"), visit(8.9, "a", signal=True), again[2]]
-    small = Sizes(2 * PAGE, PAGE, 4 * PAGE)
+    small = TierSizes(2 * PAGE, PAGE, 4 * PAGE)
     assert replayed(asked, small, rules, 8.0).sources == {Fetched.HIT.value: 1}
     assert replayed(asked, small._replace(pool_bytes=0), rules, 8.0).sources == {MISS: 1}
 
 
 def test_what_waits_for_its_rank_is_not_evicted() -> None:
     waiting = [visit(0.0, "a", signal=True), visit(0.1, "b"), visit(1.0, "a")]
-    found = replayed(waiting, Sizes(PAGE), RULES, 0.5)
+    found = replayed(waiting, TierSizes(PAGE), RULES, 0.5)
     assert (found.sources, found.num_prefills) == ({MISS: 1}, 0)
-    assert replayed(waiting, Sizes(PAGE), RULES, 0.0).num_prefills == 1
+    assert found.device_s == pytest.approx(COST.pass_s(0, 64, 8))  # it reads what the signal made
+    assert replayed(waiting, TierSizes(PAGE), RULES, 0.0).num_prefills == 1
 
 
 @pytest.fixture
