@@ -342,7 +342,7 @@ def plan(
         busy=busy,
     )
     if as_json:
-        told = {**msgspec.to_builtins(found), "kv_cache": settings(found)}
-        click.echo(json.dumps(told, indent=2))
+        shown = {**msgspec.to_builtins(found), "kv_cache": settings(found)}
+        click.echo(json.dumps(shown, indent=2))
     else:
         wide_console().print(render(found))

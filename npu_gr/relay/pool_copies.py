@@ -88,7 +88,9 @@ class StoreCalls:
 
     def put(self, copy: DramEntry) -> asyncio.Future[object]:
         """Pack the pages of a copy, and put them."""
-        key, ttl_s, arena = copy.key, self._dram.ttl_s, self._dram.arena
+        key = copy.key
+        ttl_s = self._dram.ttl_s
+        arena = self._dram.arena
 
         def work() -> object:
             value = pack(arena, copy.runs, key, copy.num_tokens, time.time() + ttl_s)

@@ -9,8 +9,8 @@
     TTL, pool     the least that loses no more than `TTL_LOSES` of the hits; what the tiers hold of
                   each user, once
 
-Everything is of a steady fleet: users do not change their instance, and nobody waits. Whether the
-P99 holds is another question: `npu-gr simulate --capacity`.
+Everything is of a steady fleet: users do not change their instance, and no request
+waits. Whether the P99 holds is another question: `npu-gr simulate --capacity`.
 """
 
 from __future__ import annotations
