@@ -3,8 +3,6 @@
     window   a semi-local ranker's prefix at any length of history
     int8     keys and values in int8 against bfloat16: memory and time
     quality  and their scores, of a ranker that it trains (some minutes)
-    windows  quality by window of attention, of rankers that it trains (a quarter of an hour)
-    far      the same of answers that lie 5,000 events back, drawn (some minutes)
 
 Times are CPU seconds of one core, of an engine without a service around it: store and wire are not
 measured. Every length's cached scores are compared with a cold rank's before anything is timed.
@@ -21,7 +19,7 @@ import click
 import msgspec
 import torch
 
-from benchmarks import long_int8, long_windows
+from benchmarks import long_int8
 from benchmarks.frame import (
     BACKEND,
     FILE,
@@ -45,7 +43,7 @@ from npu_gr.dataset import read_log
 from npu_gr.history_store.interactions import movielens_100k
 from npu_gr.train.rank.options import TrainOptions
 
-PARTS = ("window", "int8", "quality", "windows", "far")
+PARTS = ("window", "int8", "quality")
 OPTIONS = (
     BACKEND,
     option("--dtype", default="bfloat16", type=click.Choice(["float32", "bfloat16"])),
@@ -53,9 +51,7 @@ OPTIONS = (
     option("--window", default=192, type=click.IntRange(1), help="attention_window_tokens."),
     option("--first", default=32, type=click.IntRange(0), help="attention_first_tokens."),
     only(PARTS),
-    option(
-        "--log", type=FILE, help="Log of the parts quality and windows; by default MovieLens-100K."
-    ),
+    option("--log", type=FILE, help="Log of the part quality; by default MovieLens-100K."),
     THREADS,
     SEED,
     timed_for(3.0),
@@ -104,11 +100,6 @@ def lines(
         options = msgspec.structs.replace(TRAINED, seed=seed)
         served = long_int8.Served(device, read_log(log or movielens_100k()), options)
         yield from long_int8.quality(served)
-    if "windows" in parts:
-        options = msgspec.structs.replace(long_windows.TRAINED, seed=seed)
-        yield from long_windows.real(read_log(log or movielens_100k()), options)
-    if "far" in parts:
-        yield from long_windows.far(device, seed)
 
 
 def _window_lines(

@@ -30,7 +30,6 @@ from benchmarks import (
     long,
     long_int8,
     long_user,
-    long_windows,
     match,
     match_train,
     metrics,
@@ -174,31 +173,6 @@ def test_int8_against_bfloat16(monkeypatch: pytest.MonkeyPatch, small: None) -> 
 
     monkeypatch.setattr(long_int8.Served, "scored", worse)
     assert quality()["int8: AUC of like"].ok is False
-
-
-@needs_kernels
-def test_windows_and_what_lies_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine serves the trainer's scores, and a window sees no answer before it."""
-    asked = long_windows.draw(2, 150, np.random.default_rng(0))
-    other = long_windows.draw(2, 150, np.random.default_rng(0))
-    told = slice(long_windows.FIRST, long_windows.FIRST + long_windows.TOPICS)
-    other.histories.actions[:, told] = 1 - other.histories.actions[:, told]
-    for window, is_seen in ((0, True), (64, False), (256, True)):
-        model = long_windows.far_model(window, 0).eval()
-        with torch.inference_mode():
-            want = long_windows.logits(model, asked).flatten().numpy()
-        scores, changed = (long_windows.served(model, one, choose("cpu")) for one in (asked, other))
-        np.testing.assert_allclose(scores, want, rtol=1e-4, atol=1e-6)
-        assert np.array_equal(scores, changed) is not is_seen
-    monkeypatch.setattr(long_windows, "COURSE", ((1, 0, 2),))
-    monkeypatch.setattr(long_windows, "DISTANCE", 100)
-    monkeypatch.setattr(long_windows, "TESTED", 3)
-    assert len(list(long_windows.far(choose("cpu"), 0))) == 6
-    monkeypatch.setattr(long_windows, "WINDOWS", (4,))
-    monkeypatch.setattr(long_windows, "LONG_USERS", 10)
-    options = TrainOptions(refit=False, epochs=1, dim=16, num_layers=1, patience=0)
-    lines = list(long_windows.real(planted(40, 60), options))
-    assert [line.case.partition(",")[0] for line in lines] == 2 * ["AUC", "HR@10 of the retrieval"]
 
 
 def test_features(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
