@@ -37,6 +37,36 @@ BIAS_SCALE = 10.0  # the terms learn so much faster than other weights, and firs
 BATCH_TOKENS = 2048
 
 
+def shown_rates(log: InteractionLog) -> F64:
+    """Compute how often each item is clicked where it is shown, in the trained events.
+
+    A rate is smoothed by as many pseudo-impressions at the rate of all items as fit the spread of
+    the items' rates (beta-binomial, by the method of moments): where chance explains the spread,
+    all rates are equal.
+
+    Returns:
+        float64 [num_items] rates, 0 .. 1; that of all items for an item that was not shown.
+    """
+    shown = log.shown
+    assert shown is not None
+    own = log.trained & ((shown.of_events >= 0) | ~(shown.of_events >= 0).any())
+    clicks, misses = (
+        np.bincount(items, minlength=log.num_items)
+        for items in (log.items[own], shown.items[log.trained[shown.events]])
+    )
+    counts = clicks + misses
+    total = max(1, int(counts.sum()))
+    mean = clicks.sum() / total
+    spread = (counts * (clicks / counts.clip(min=1) - mean) ** 2).sum() / (mean * (1 - mean) or 1.0)
+    by_chance = max(0, int((counts > 0).sum()) - 1)
+    share = (spread - by_chance) / max(1e-9, total - np.square(counts / total**0.5).sum())
+    num_pseudo = 1 / min(max(share, 1e-9), 1.0) - 1
+    rates: F64 = np.full(log.num_items, mean)
+    seen = counts > 0
+    rates[seen] = (clicks[seen] + num_pseudo * mean) / (counts[seen] + num_pseudo)
+    return rates
+
+
 def position_biases() -> nn.Embedding:
     """Make the terms of the positions; the first one is that of an unknown position."""
     biases = nn.Embedding(MAX_POSITION + 2, 1)
@@ -190,6 +220,7 @@ class ShownFigures:
         self.users = log.users[self.events]
         tasks = [task] if next_task is None else [task, next_task]
         self.logits = shown_logits(log, model, self.events, self.items, tasks)
+        self.rates = shown_rates(log)[self.items]  # the simplest baseline
 
     @property
     def auc(self) -> float:
@@ -204,6 +235,13 @@ class ShownFigures:
         ours, theirs = self.logits.T
         return difference_of_auc(ours, theirs, self.labels, self.users)
 
+    @property
+    def minus_rates(self) -> Difference | None:
+        """The AUC minus that of the items' own click rates; None = nothing was evaluated."""
+        if not len(self.labels):
+            return None
+        return difference_of_auc(self.logits[:, 0], self.rates, self.labels, self.users)
+
     def as_dict(self) -> dict[str, float]:
         """Return the figure by name, without one that is NaN."""
         return known({f"auc_{self._name}": self.auc})
@@ -217,4 +255,15 @@ class ShownFigures:
                 f"; minus that of the next item's logit: {found.mean:+.4f} ({found.low:+.4f} .. "
                 f"{found.high:+.4f})"
             )
+        if (found := self.minus_rates) is not None:
+            line += (
+                f"; minus that of the items' own click rates: {found.mean:+.4f} ({found.low:+.4f} "
+                f".. {found.high:+.4f})"
+            )
+            if found.high < 0:
+                line += (
+                    f"\nWARNING: do not order pages by {self._name}: how often an item is clicked "
+                    "where it is shown tells more than the model, so gradient-boosted trees on "
+                    "such counts are better, too."
+                )
         return line
