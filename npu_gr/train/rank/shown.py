@@ -1,8 +1,9 @@
 """Impressions in the ranker's training: items that were shown, with a behaviour or without.
 
 Of each drawn event, the own item is a positive, and at most `MAX_SHOWN` of the items that were
-shown before it are negatives, each weighted by the number of those that it stands for. All are
-scored just before the event, as a request at that time would.
+shown with it are negatives, each weighted by the number of those that it stands for. All are scored
+just before the first event of the same second, as a request for that page would: an earlier click
+on the same page would give the label away.
 
 What stands on top is clicked more often, whatever it is. A term of each position is added to the
 logit in training and left out in service, so the logit is about the item alone.
@@ -28,7 +29,7 @@ from npu_gr.train.data import Batch, InteractionLog, batches
 from npu_gr.train.data import Window as Part
 from npu_gr.train.metrics import F64, Difference, auc, difference_of_auc, known
 from npu_gr.train.rank.forward import EncodedHistories
-from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.inputs import LogInputs, pages_of
 from npu_gr.train.rank.options import TrainOptions
 
 MAX_SHOWN = 8  # impressions of an event in one step
@@ -117,8 +118,13 @@ def shown_loss(
     of_events = torch.from_numpy(shown.of_events)[events]
     if (shown.of_events >= 0).any():  # an event without a position was not shown by a page
         is_drawn = is_drawn & (of_events >= 0)
+    # its page begins before the clicks of the same second, which tell nothing to a request
+    begins = torch.from_numpy(inputs.pages)[events]
+    num_clicks = torch.from_numpy(inputs.page_clicks)[events]
+    some = (some - (events - begins)).clamp(min=0)
+    moments = batch.events.gather(1, some)
     first, last = (
-        torch.from_numpy(np.searchsorted(shown.events, events.numpy(), side))
+        torch.from_numpy(np.searchsorted(inputs.pages[shown.events], begins.numpy(), side))
         for side in ("left", "right")
     )
     counts = last - first
@@ -126,16 +132,18 @@ def shown_loss(
     is_there = torch.arange(MAX_SHOWN) < counts.clamp(max=MAX_SHOWN)[..., None]
     drawn = drawn.where(is_there, 0)
     negatives = torch.from_numpy(shown.items)[drawn]
-    candidates = torch.cat([batch.items.gather(1, some)[..., None], negatives], dim=-1)
+    own = torch.from_numpy(inputs.log.items)[events]
+    candidates = torch.cat([own[..., None], negatives], dim=-1)
     places = torch.cat([of_events[..., None], torch.from_numpy(shown.positions)[drawn]], dim=-1)
     rows = encoded.rows(
-        candidates, some, inputs.request(events), inputs.cross_of(events, candidates)
+        candidates, some, inputs.request(moments), inputs.cross_of(moments, candidates)
     )
     logits = model.task_logits(rows)[..., task]
     logits = logits + BIAS_SCALE * biases((places + 1).clamp(0, MAX_POSITION + 1))[..., 0]
     labels = torch.zeros_like(logits)
     labels[..., 0] = 1
-    stands_for = counts / counts.clamp(min=1, max=MAX_SHOWN)
+    # each click of a page may be drawn, so each takes its part of the others
+    stands_for = counts / counts.clamp(min=1, max=MAX_SHOWN) / num_clicks
     weights = torch.cat(
         [torch.ones_like(stands_for)[..., None], stands_for[..., None] * is_there], dim=-1
     )
@@ -219,7 +227,8 @@ class ShownFigures:
         self.labels = labels[order]
         self.users = log.users[self.events]
         tasks = [task] if next_task is None else [task, next_task]
-        self.logits = shown_logits(log, model, self.events, self.items, tasks)
+        moments = pages_of(log)[self.events]
+        self.logits = shown_logits(log, model, moments, self.items, tasks)
         self.rates = shown_rates(log)[self.items]  # the simplest baseline
 
     @property

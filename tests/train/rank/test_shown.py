@@ -15,6 +15,7 @@ from npu_gr.history_store.interactions import Impressions, Interactions
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.metrics import difference_of_auc
 from npu_gr.train.rank.fit import fit
+from npu_gr.train.rank.inputs import pages_of
 from npu_gr.train.rank.options import NEXT, SHOWN, Task, TrainOptions, choose_tasks, make_labels
 from npu_gr.train.rank.shown import MAX_SHOWN, ShownFigures, _draws, shown_logits, shown_rates
 from npu_gr.train.rank.train import train_rank
@@ -109,6 +110,25 @@ def test_impressions_come_just_before_the_next_event_of_the_user() -> None:
     inner = log.shown.of_kept(np.array([False, True, True, False]))
     assert sorted(inner.events.tolist()) == [0, 0, 0, 1]
     assert sorted(log.item_ids[inner.items].tolist()) == [1, 1, 2, 3]
+
+
+def test_clicks_of_one_page_do_not_give_each_other_away() -> None:
+    """Pages that are clicked by chance, some of them twice: nothing can tell what is clicked."""
+    random = np.random.default_rng(0)
+    pages = []
+    for user in range(60):
+        for page in range(12):
+            clicked = (random.random(5) < 0.5).tolist()
+            items = random.choice(8, 5, replace=False).tolist()
+            pages.append(Page(user, page * 7200 + user, items, clicked))
+    log = build_log(logged(pages, has_positions=False), [], "user-time")
+    begins = pages_of(log)
+    for event in range(len(begins)):
+        same = (log.users == log.users[event]) & (log.times == log.times[event])
+        assert begins[event] == np.flatnonzero(same)[0]
+    options = msgspec.structs.replace(TINY, epochs=30, learning_rate=0.01, shown_ratio=1.0)
+    model = fit(log, [], (SHOWN,), options, [], "test", lambda _: None).model
+    assert abs(ShownFigures(log, model, "click", 0, None).auc - 0.5) < 0.06
 
 
 def test_a_draw_repeats_nothing_and_has_all_of_a_few() -> None:
