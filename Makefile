@@ -101,7 +101,7 @@ ray: $(VENV)/installed
 	test -d build/ray || { $(PYTHON) -m venv build/ray && $(BIN)/python -c "import sysconfig as s; \
 	  print(s.get_path('purelib'))" > build/ray.pth && mv build/ray.pth build/ray/lib/python3.*/site-packages && \
 	  build/ray/bin/pip install --quiet "ray[data,serve]>=2.60"; }
-	build/ray/bin/python -m pytest -q -m ray tests/dataset/test_on_ray.py tests/route/test_ray_serve.py
+	build/ray/bin/python -m pytest -q -m ray tests/dataset/test_on_ray.py tests/route/test_ray_serve.py tests/train/test_on_ray_train.py
 
 # what a machine can mend of the above
 format: $(VENV)/installed

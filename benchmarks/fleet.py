@@ -4,10 +4,11 @@
                 leaves, CPU time of a choice, memory of the ring
     prepare     a log in parts by user, each prepared and all merged, against one run
     ray         the same log prepared on a local Ray of one and of two workers; skipped without Ray
+    ranks       steps a second of each training on one and on two ranks of torch.distributed
     store       appends to the histories on a Redis Cluster of three, against one Redis
 
-All is measured in CPU time, except on Ray and for the store: there other processes share the
-machine with us.
+All is measured in CPU time, except on Ray, on ranks and for the store: there other processes share
+the machine with us.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import fleet_ranks
 from benchmarks.frame import COUNT, SEED, Line, compared, only, option, tell
 from benchmarks.prepare import LOG
 from npu_gr.core.errors import DataError
@@ -40,11 +42,13 @@ from npu_gr.route.placement import Member, Ring
 from tests.history_store.redis_cluster import address, cluster
 from tests.history_store.redis_server import redis_path
 
-PARTS = ("placement", "prepare", "ray", "store")
+PARTS = ("placement", "prepare", "ray", "ranks", "store")
 OPTIONS = (
     option("--users", "num_users", default=1_000_000, type=COUNT, help="Users who are placed."),
     option("--rows", "num_rows", default=2_000_000, type=COUNT, help="Rows of the log."),
     option("--log-parts", "num_parts", default=4, type=COUNT, help="Parts of the log."),
+    option("--events", "num_events", default=200_000, type=COUNT, help="Events to train on."),
+    option("--steps", "num_steps", default=12, type=COUNT, help="Steps of a training to time."),
     option("--seconds", default=5.0, help="Seconds of appends."),
     only(PARTS),
     SEED,
@@ -59,13 +63,20 @@ EVENTS = 4  # of an append
 
 
 def lines(
-    num_users: int, num_rows: int, num_parts: int, seconds: float, parts: Sequence[str], seed: int
+    num_users: int,
+    num_rows: int,
+    num_parts: int,
+    num_events: int,
+    num_steps: int,
+    seconds: float,
+    parts: Sequence[str],
+    seed: int,
 ) -> Iterator[Line]:
     """Yield the lines of each part.
 
     Raises:
         DataError: The merged parts are not the one run.
-        Unavailable: A server does not start.
+        Unavailable: A server does not start, or a rank ends early.
     """
     if "placement" in parts:
         yield from _placed(num_users)
@@ -74,6 +85,8 @@ def lines(
             yield from _prepared(Path(name), num_rows, num_parts, seed)
         if "ray" in parts:
             yield from _on_ray(Path(name), num_rows, num_parts, seed)
+        if "ranks" in parts:
+            yield from fleet_ranks.lines(num_events, num_steps, seed)
         if "store" in parts:
             yield from asyncio.run(_stored(Path(name), seconds))
 

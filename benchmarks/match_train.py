@@ -42,24 +42,13 @@ def lines(edges: int, steps: int, seed: int) -> Iterator[Line]:
         steps: Steps of each stage to time, after one warm-up step.
         seed: Random seed of the edges.
     """
-    random = np.random.default_rng(seed)
-    num_users = edges // EDGES_A_USER
-    source = _graph(random, round(edges * SOURCE_SHARE), num_users)
-    target, validation = hold_out(
-        _graph(random, edges - len(source.users), num_users), random, 2, 2000
-    )
     timed = steps + 1
     options = MatchOptions(
         source_steps=timed, target_steps=timed, inter_steps=timed, evaluate_every=timed + 1,
         patience=0, batch_edges=min(65_536, edges // 16), batch_anchors=2048,
     )  # fmt: skip
     ends_at: dict[str, list[float]] = {}
-    no_near_duplicates = Graph(
-        np.empty(0, np.int64), np.empty(0, np.int64), num_users, target.num_items
-    )
-    Trainer(MatchData(source, target, validation, no_near_duplicates), options).run(
-        lambda done: _note(ends_at, done)
-    )
+    Trainer(synthetic(edges, seed), options).run(lambda done: _note(ends_at, done))
     defaults = MatchOptions()
     planned = {
         "source": defaults.source_steps,
@@ -81,6 +70,17 @@ def lines(edges: int, steps: int, seed: int) -> Iterator[Line]:
         yield compared(
             "match-train", f"{edges} edges, {case}", ours, unit, "at most", most, most / ours, 1.0
         )
+
+
+def synthetic(edges: int, seed: int) -> MatchData:
+    """Make two domains with so many edges together, and a validation."""
+    random = np.random.default_rng(seed)
+    num_users = edges // EDGES_A_USER
+    source = _graph(random, round(edges * SOURCE_SHARE), num_users)
+    target, validation = hold_out(
+        _graph(random, edges - len(source.users), num_users), random, 2, 2000
+    )
+    return MatchData(source, target, validation, target.none())
 
 
 def _graph(random: np.random.Generator, num_edges: int, num_users: int) -> Graph:

@@ -72,6 +72,7 @@ def planted_pair(knob: Knob, seed: int, num_users: int = USERS, num_items: int =
         source_ids=np.arange(num_items) + num_items,
         target_ids=np.arange(num_items),
         test=HeldOut(users, target[~kept]),
+        num_testable=num_users,
         near_duplicates=NearDuplicates(none, none),
         owned_near_duplicates=graph.none(),
     )

@@ -429,11 +429,9 @@ def train_match(
     import torch
     from rich.console import Console
 
-    from npu_gr.train.distributed import reject_ranks
     from npu_gr.train.match.domains import read_domains
     from npu_gr.train.match.joined import run_training
 
-    reject_ranks("train match")
     torch.set_num_threads(threads)
     if columns["tenant"] and columns["tenant_column"]:
         raise click.UsageError("--tenant and --tenant-column exclude each other")

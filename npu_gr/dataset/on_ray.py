@@ -19,6 +19,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow.fs as fs
@@ -33,6 +34,7 @@ from npu_gr.dataset.lines import ignore_progress
 from npu_gr.dataset.logs import BATCH_ROWS, Log, joined_name_sql
 from npu_gr.dataset.merged import merge
 from npu_gr.dataset.options import PrepareOptions
+from npu_gr.dataset.partitions import Partitioned, partitions
 from npu_gr.dataset.sources import open_source
 
 PART_BYTES = 32 << 20  # of the log for each part; a worker holds the rows of one part in memory
@@ -42,7 +44,8 @@ _ROW = "npu_gr_row"
 
 
 class _LogFile(NamedTuple):
-    uri: str  # as pyarrow.fs.FileSystem.from_uri has it
+    uri: str  # that pyarrow.fs.FileSystem.from_uri reads; a local file's path
+    path: str  # inside its file system
     num_bytes: int
 
 
@@ -121,7 +124,7 @@ def _files(log: str) -> list[_LogFile]:
     Raises:
         DataError: there are none.
     """
-    place = log if "://" in log else f"file://{Path(log).absolute()}"
+    place = log if "://" in log else str(Path(log).absolute())
     folder, name = place.rpartition("/")[::2]
     uri, pattern = (folder, name) if "*" in name else (place.rstrip("/"), "*.parquet")
     try:
@@ -134,17 +137,13 @@ def _files(log: str) -> list[_LogFile]:
             found = [one for one in found if one.is_file and fnmatch(one.base_name, pattern)]
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{log}: {error}") from error
-    root = uri.removesuffix(path)
+    root = uri.removesuffix(path).removesuffix(quote(path))
     files: list[_LogFile] = []
     for one in found:
         inside = one.path.removeprefix(path).strip("/").split("/")
-        if any("=" in folder for folder in one.path.split("/")[:-1]):
-            raise DataError(
-                f"{one.path}: --on ray does not read columns from names of folders; write the "
-                "column into the files"
-            )
         if not any(part.startswith((".", "_")) for part in inside):
-            files.append(_LogFile(root + one.path, one.size))
+            uri = root + (quote(one.path, safe="/=") if root else one.path)
+            files.append(_LogFile(uri, one.path, one.size))
     if not files:
         raise DataError(f"{log}: no Parquet file; --on ray reads {pattern} in a folder")
     return sorted(files)
@@ -158,7 +157,10 @@ def _local(uri: str) -> Iterator[Path]:
         yield Path(path)
         return
     with TemporaryDirectory(prefix="npu-gr-log-") as folder:
-        copy = Path(folder) / PurePosixPath(path).name
+        # with the folders whose names are columns
+        named = [one for one in PurePosixPath(path).parts[:-1] if "=" in one]
+        copy = Path(folder, *named, PurePosixPath(path).name)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         fs.copy_files(path, str(copy), source_filesystem=filesystem)
         yield copy
 
@@ -166,11 +168,18 @@ def _local(uri: str) -> Iterator[Path]:
 def _split(
     files: list[_LogFile], options: PrepareOptions, items: Path | None, part_bytes: int
 ) -> tuple[_Split, PrepareOptions]:
-    """Choose the columns by the first file; returns options that every part has to follow."""
+    """Choose the columns by the first file and the names of all folders.
+
+    Returns options that every part has to follow.
+    """
     if options.like and not is_dataset(Path(options.like)):
         raise DataError(f"--like {options.like}: not a dataset of `npu-gr prepare`")
+    of_folders = partitions([Path(one.path) for one in files])
     with _local(files[0].uri) as first:
-        log = Log(open_source(first, "parquet"), options, describes_items=items is None)
+        source = open_source(first, "parquet")
+        if isinstance(source, Partitioned):
+            source = Partitioned(source.inner, of_folders)
+        log = Log(source, options, describes_items=items is None)
     if log.columns.time is None or log.time_kind is None:
         raise DataError("--on ray: a log without times has no parts; prepare it at once")
     chosen: dict[str, Any] = {"time_format": options.time_format or log.time_kind.pattern}
@@ -200,6 +209,7 @@ class _Split:
 
     def _rows(self, path: Path, number: int) -> Iterator[Any]:
         source = open_source(path, "parquet")
+        of_folders = partitions([path])
         with in_memory(MOST_MB) as con, duckdb_errors(source.name, MOST_MB):
             (cells,) = source.relations(con, path, self.user, ignore_progress)
             cell = {name: f"c{place}" for place, name in enumerate(self.user)}
@@ -211,6 +221,10 @@ class _Split:
         first = 0
         for batch in pq.ParquetFile(path).iter_batches(BATCH_ROWS):
             table = pa.Table.from_batches([batch])
+            for name, value in of_folders[0].items() if of_folders else ():
+                if name not in table.column_names:
+                    cell = pa.scalar(value, pa.string())
+                    table = table.append_column(name, pa.repeat(cell, len(table)))
             places = np.arange(first, first + len(table))
             # rows without a user are rejected: no part has so many that it fails
             of_place = pa.array(places % self.num_parts, pa.int32())

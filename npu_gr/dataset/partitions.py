@@ -55,7 +55,7 @@ class Partitioned(Source):
         """
         super().__init__(inner.name, inner.paths)
         own = inner.sample
-        self._inner = inner
+        self.inner = inner
         self._values = [
             {name: value for name, value in one.items() if name not in own} for one in values
         ]
@@ -64,7 +64,7 @@ class Partitioned(Source):
         self.notes, self.positive = inner.notes, inner.positive
 
     def _read_sample(self) -> dict[str, Any]:
-        found = dict(self._inner.sample)
+        found = dict(self.inner.sample)
         size = len(next(iter(found.values())))
         for name in self._values[0]:
             every = cycle([one[name] for one in self._values])
@@ -73,12 +73,12 @@ class Partitioned(Source):
 
     def kinds(self, columns: Sequence[str]) -> list[str]:
         """Return the types of the source; a folder's name is VARCHAR."""
-        kinds = dict(zip(own := self._own(columns), self._inner.kinds(own), strict=True))
+        kinds = dict(zip(own := self._own(columns), self.inner.kinds(own), strict=True))
         return [kinds.get(name, "VARCHAR") for name in columns]
 
     def line_sql(self, columns: Sequence[str]) -> str:
         """Return the SQL of a row's text."""
-        if (line := self._inner.line_sql([])) == "line":
+        if (line := self.inner.line_sql([])) == "line":
             return line
         named = ", ".join(f"{literal(name)}: c{n}" for n, name in enumerate(columns))
         return f"CAST(to_json({{{named}}}) AS VARCHAR)"
@@ -87,15 +87,15 @@ class Partitioned(Source):
         self, con: Any, path: Path, columns: Sequence[str], show: OnProgress
     ) -> Iterator[Relation]:
         """Read a file, and add the columns of its folders."""
-        self._inner.memory_mb = self.memory_mb
+        self.inner.memory_mb = self.memory_mb
         own, values = self._own(columns), self._values[self.paths.index(path)]
         cells = []
         for n, name in enumerate(columns):
             value = values.get(name)
             text = "CAST(NULL AS VARCHAR)" if value is None else literal(value)
             cells.append(f"{f'c{own.index(name)}' if name in own else text} AS c{n}")
-        line = ", line" if self._inner.line_sql([]) == "line" else ""
-        for one in self._inner.relations(con, path, own, show):
+        line = ", line" if self.inner.line_sql([]) == "line" else ""
+        for one in self.inner.relations(con, path, own, show):
             sql = f"SELECT {', '.join(cells)}, state{line} FROM ({one.sql})"
             yield Relation(sql, one.failed)
 
@@ -104,7 +104,7 @@ class Partitioned(Source):
     ) -> Iterator[Mended]:
         """Parse rows that DuckDB was unsure of."""
         own, values = self._own(columns), self._values[self.paths.index(path)]
-        for row in self._inner.mend(path, unsure, own):
+        for row in self.inner.mend(path, unsure, own):
             if row.cells is None:
                 yield row
                 continue

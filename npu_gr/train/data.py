@@ -18,10 +18,9 @@ NDCG@10):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -311,27 +310,60 @@ class Batch:
     events: Tensor  # int64 [B, N] index of each event in the log
 
 
-def windows(log: InteractionLog, window_tokens: int, random: np.random.Generator) -> list[Window]:
+def windows(log: InteractionLog, window_tokens: int, random: np.random.Generator) -> I64:
     """Cut the trained events of each user into windows of at most `window_tokens` events.
 
     The length of a user's first window is random, so every epoch cuts at other places.
+
+    Returns:
+        int64 [windows, 2]: a `Window` in each row.
     """
-    found = []
-    for start, trained in zip(log.starts.tolist(), log.num_trained.tolist(), strict=False):
-        phase = (
-            int(random.integers(1, window_tokens + 1)) if trained > window_tokens else window_tokens
-        )
-        cuts = [0, *range(phase, trained, window_tokens), trained]
-        found += [Window(start + a, b - a) for a, b in pairwise(cuts) if b > a]
-    return found
+    trained = log.num_trained
+    first = np.full(log.num_users, window_tokens)
+    is_cut = trained > window_tokens
+    first[is_cut] = random.integers(1, window_tokens + 1, int(is_cut.sum()))
+    counts = (trained > 0) + -(-np.maximum(trained - first, 0) // window_tokens)
+    users = np.repeat(np.arange(log.num_users), counts)
+    place = np.arange(len(users)) - np.repeat(np.cumsum(counts) - counts, counts)
+    ends = np.minimum(first[users] + place * window_tokens, trained[users])
+    begins = np.where(place == 0, 0, first[users] + (place - 1) * window_tokens)
+    return np.stack([log.starts[users] + begins, ends - begins], axis=1)
+
+
+class Batches(Sequence[Batch]):
+    """Batches of windows, each made when it is read: an epoch of them is never in memory."""
+
+    def __init__(self, log: InteractionLog, parts: I64, groups: list[tuple[int, int]]) -> None:
+        """Store the arguments.
+
+        Args:
+            log: The log that the windows were cut from.
+            parts: int64 [windows, 2] a `Window` in each row.
+            groups: First row and last row + 1 of each batch.
+        """
+        self._log = log
+        self._parts = parts
+        self._groups = groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @overload
+    def __getitem__(self, place: int) -> Batch: ...
+    @overload
+    def __getitem__(self, place: slice) -> Batches: ...
+    def __getitem__(self, place: int | slice) -> Batch | Batches:
+        if isinstance(place, slice):
+            return Batches(self._log, self._parts, self._groups[place])
+        return _batch(self._log, self._parts[slice(*self._groups[place])])
 
 
 def batches(
     log: InteractionLog,
-    parts: list[Window],
+    parts: I64 | list[Window],
     batch_tokens: int,
     random: np.random.Generator | None = None,
-) -> Iterator[Batch]:
+) -> Batches:
     """Batch windows of similar length.
 
     Args:
@@ -341,20 +373,24 @@ def batches(
             of its own.
         random: Generator that shuffles the batches; None = shortest windows first.
     """
-    parts = sorted(parts, key=lambda window: window.num_tokens)
-    groups: list[list[Window]] = [[]]
-    for window in parts:
-        if groups[-1] and (len(groups[-1]) + 1) * window.num_tokens > batch_tokens:
-            groups.append([])
-        groups[-1].append(window)
+    found = np.asarray(parts, np.int64).reshape(-1, 2)
+    found = found[np.argsort(found[:, 1], kind="stable")]
+    groups: list[tuple[int, int]] = []
+    first = 0
+    for place, num_tokens in enumerate(found[:, 1]):
+        if place > first and (place - first + 1) * num_tokens > batch_tokens:
+            groups.append((first, place))
+            first = place
+    if len(found):
+        groups.append((first, len(found)))
     if random is not None:
         random.shuffle(groups)
-    yield from (_batch(log, group) for group in groups if group)
+    return Batches(log, found, groups)
 
 
-def _batch(log: InteractionLog, group: list[Window]) -> Batch:
-    length = max(window.num_tokens for window in group)
-    starts, lengths = np.array(group).T[:, :, None]
+def _batch(log: InteractionLog, group: I64) -> Batch:
+    length = int(group[:, 1].max())
+    starts, lengths = group.T[:, :, None]
     valid = np.arange(length) < lengths
     events = np.where(valid, starts + np.arange(length), starts)
     return Batch(

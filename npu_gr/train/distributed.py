@@ -1,6 +1,6 @@
 """Data parallel training on torch.distributed, started by `torchrun`.
 
-    torchrun --nproc-per-node 2 -m npu_gr train rank DATA --out FOLDER
+    torchrun --nproc-per-node 2 -m npu_gr train rank DATA --out FOLDER     # or generate, or match
 
 Every rank draws the same batches, takes its rows of each one, and adds its gradient to those of the
 others, weighted by what its rows count for. So a step is that of one process with the whole batch,
@@ -47,13 +47,17 @@ def reject_ranks(command: str) -> None:
     if num_launched() > 1:
         raise ConfigError(
             f"torchrun: {command} runs in one process, not in {num_launched()}; "
-            "`train rank` and `train generate` share their batches among ranks"
+            "`train rank`, `train generate` and `train match` share their batches among ranks"
         )
 
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """Join the other processes of `torchrun`; without it, yield the only rank."""
+    """Join the other processes of `torchrun` or Ray Train; without them, yield the only rank."""
+    if dist.is_available() and dist.is_initialized():  # Ray Train has joined them, and ends it
+        yield Ranks()
+        dist.barrier()
+        return
     if num_launched() == 1:
         yield Ranks()
         return
@@ -134,23 +138,40 @@ class Ranks:
         Returns:
             The loss of the whole batch.
         """
-        for parameter in parameters:
-            parameter.grad = None
         if self.size == 1:
-            loss = loss_of(batch)
-            loss.backward()
-            return loss.item()
+            return self.gradients(loss_of(batch), parameters)
         part = rows_of(batch, self.rank, self.size)
         num_terms = terms_of(part) if len(part.items) else 0
         share = num_terms / max(1, terms_of(batch))
         loss = loss_of(part) * share if num_terms else torch.zeros(())
-        if num_terms:
+        return self.gradients(loss, parameters, num_terms)
+
+    def mine(self, whole: Tensor) -> Tensor:
+        """Take this rank's rows of a tensor: every `size`-th."""
+        return whole[self.rank :: self.size]
+
+    def gradients(self, loss: Tensor, parameters: Sequence[Tensor], num_terms: int = 0) -> float:
+        """Compute the gradients of a loss that is the sum of all ranks' parts.
+
+        Args:
+            loss: This rank's part, a scalar; without a gradient = this rank has none.
+            parameters: Parameters whose gradients are set, the same on all ranks afterwards.
+            num_terms: Terms of the loss in this part, for `throughput`.
+
+        Returns:
+            The whole loss.
+        """
+        for parameter in parameters:
+            parameter.grad = None
+        if loss.requires_grad:
             loss.backward()
+        if self.size == 1:
+            return loss.item()
         self._num_terms += num_terms
         # [gradients | which parameters have one | loss]
         sizes = [parameter.numel() for parameter in parameters]
         total = sum(sizes)
-        if not len(self._buffer):
+        if len(self._buffer) != total + len(sizes) + 1:
             self._buffer = torch.empty(total + len(sizes) + 1)
         buffer = self._buffer.zero_()
         views = buffer[:total].split(sizes)

@@ -21,6 +21,7 @@ from benchmarks import (
     emulator_costs,
     features,
     fleet,
+    fleet_ranks,
     generate,
     kernels,
     kernels_device,
@@ -454,18 +455,28 @@ def test_rules(tmp_path: Path) -> None:
 
 def test_a_fleet_is_placed_prepared_and_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "SIZES", (3, 20))
+    monkeypatch.setattr(fleet_ranks, "ROUNDS", 1)
+    for name in ("train generate", "train match"):
+        monkeypatch.delitem(fleet_ranks.TRAININGS, name)
     found = list(
         fleet.lines(
-            num_users=2000, num_rows=2000, num_parts=2, seconds=0.2, parts=fleet.PARTS, seed=0
+            num_users=2000,
+            num_rows=2000,
+            num_parts=2,
+            num_events=2000,
+            num_steps=1,
+            seconds=0.2,
+            parts=fleet.PARTS,
+            seed=0,
         )
     )
-    assert len(found) == 11
+    assert len(found) == 12
     assert all(line.ours > 0 for line in found)
     joins = [line for line in found if "joins" in line.case]
     assert all(0.5 < line.ratio < 2 for line in joins)
     monkeypatch.setattr(fleet, "merge", lambda parts, out: shutil.copytree(parts[0], out))
     with pytest.raises(DataError, match="the merged parts are not the one run"):
-        list(fleet.lines(9, 500, 2, 0.1, ("prepare",), 0))
+        list(fleet.lines(9, 500, 2, 9, 1, 0.1, ("prepare",), 0))
 
 
 def test_prepare_finds_what_sql_finds_before_it_prints_a_figure(

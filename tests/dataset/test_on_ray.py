@@ -92,8 +92,44 @@ def test_no_file_is_read_that_prepare_would_not_read(tmp_path: Path) -> None:
         assert names == paths_of(Path(f"{log}/*.parquet" if "*" in text else log), "parquet")
     (log / "dt=2026-11-29").mkdir()
     pq.write_table(table_of(0), log / "dt=2026-11-29" / "0.parquet")
-    with pytest.raises(DataError, match="from names of folders"):
-        module._files(str(log))
+    with pytest.raises(DataError, match="one layout"):
+        split_of(log)
+
+
+def split_of(
+    log: Path, options: PrepareOptions | None = None
+) -> tuple[module._Split, PrepareOptions]:
+    return module._split(module._files(str(log)), options or PrepareOptions(), None, 1 << 10)
+
+
+def write_days(folder: Path) -> Path:
+    """Write a file for each day and shop, whose columns are in the names of folders alone."""
+    for day in range(3):
+        for shop in ("a%20b", "__HIVE_DEFAULT_PARTITION__"):
+            path = folder / f"dt=2024-03-0{day + 1}" / f"shop={shop}"
+            path.mkdir(parents=True)
+            rows = table_of(day, 500).drop_columns(["timestamp", "device"])
+            pq.write_table(rows, path / "0.parquet")
+    return folder
+
+
+def test_names_of_folders_are_columns(tmp_path: Path) -> None:
+    log = write_days(tmp_path / "log")
+    by_shop = PrepareOptions(request_features=("shop",))
+    split, options = split_of(log, by_shop)
+    assert (options.time, options.event, split.user) == ("dt", "event", ("user_id",))
+    files = module._files(str(log))
+    numbered = pa.table({"number": range(len(files)), "uri": [one.uri for one in files]})
+    rows = pa.concat_tables(split(numbered))
+    assert len(rows) == 3000
+    found = set(zip(rows["dt"].to_pylist(), rows["shop"].to_pylist(), strict=True))
+    days = {f"2024-03-0{day}" for day in (1, 2, 3)}
+    assert found == {(day, shop) for day in days for shop in ("a b", None)}
+    # the rows as a frame make what one run makes of the folders
+    kept = rows.drop_columns([module._PART, module._FILE, module._ROW])
+    prepare(kept, tmp_path / "frame", options)
+    prepare(log, tmp_path / "once", by_shop)
+    assert_same_events(read_dataset(tmp_path / "frame"), read_dataset(tmp_path / "once"))
 
 
 def test_what_is_no_log_is_named(tmp_path: Path) -> None:

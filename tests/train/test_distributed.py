@@ -11,9 +11,11 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,11 +28,13 @@ from npu_gr.train import resume
 from npu_gr.train.data import batches, build_log, windows
 from npu_gr.train.distributed import Ranks, joined, num_events, reject_ranks, rows_of
 from npu_gr.train.generate.train import train_generator
+from npu_gr.train.match.train import Trainer
 from npu_gr.train.rank.fit import Fitted, fit
 from npu_gr.train.rank.losses import hold_out
 from npu_gr.train.rank.options import TrainOptions, choose_tasks
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.resume import NO_STATES, TrainingStates
+from tests.train.match.synthetic import data, quick
 from tests.train.rank.test_train import GENRES
 from tests.train.test_resume import GENERATOR, LOG, RANKER
 
@@ -53,24 +57,25 @@ TOLERANCE = 1e-5
 DIES_AT = 5  # step of a rank; an epoch has 3
 
 Steps = list[tuple[float, list[torch.Tensor | None]]]
+Train = Callable[[Path | None], tuple[dict[str, torch.Tensor], Any]]  # states -> weights, figures
 
 
 def recorded(train: Callable[[], Any]) -> Steps:
     """Train, and return the loss and the gradients of every step."""
     steps: Steps = []
-    backward = Ranks.backward
+    gradients = Ranks.gradients
 
-    def record(self: Ranks, *args: Any) -> float:
-        loss = backward(self, *args)
-        gradients = [None if one.grad is None else one.grad.clone() for one in args[-1]]
-        steps.append((loss, gradients))
+    def record(self: Ranks, own: torch.Tensor, parameters: Any, *args: Any) -> float:
+        loss = gradients(self, own, parameters, *args)
+        found = [None if one.grad is None else one.grad.clone() for one in parameters]
+        steps.append((loss, found))
         return loss
 
-    Ranks.backward = record  # type: ignore[method-assign,assignment]
+    Ranks.gradients = record  # type: ignore[method-assign,assignment]
     try:
         train()
     finally:
-        Ranks.backward = backward  # type: ignore[method-assign]
+        Ranks.gradients = gradients  # type: ignore[method-assign]
     return steps
 
 
@@ -109,17 +114,46 @@ def trained(folder: Path | None) -> tuple[dict[str, torch.Tensor], tuple[float, 
     return found.model.state_dict(), found.curve
 
 
-def dying(folder: Path) -> None:
-    backward, steps = Ranks.backward, [0]
+def match_steps() -> Steps:
+    """Train on a single anchor, of which the second rank has none, and an odd number of edges."""
+    return recorded(lambda: matched(None, batch_anchors=1, batch_edges=301))
+
+
+def matched(folder: Path | None, **changes: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Train vectors of two domains; all draws are those of one process."""
+    resume.EVERY_S, resume.MOST_SHARE = 0.0, 1e9
+    states = TrainingStates(folder, "x") if folder is not None and Ranks().is_first else NO_STATES
+    options = quick(source_steps=3, target_steps=4, inter_steps=4, evaluate_every=2, **changes)
+    with TemporaryDirectory() as files:
+        found = Trainer(data(Path(files)), options, states).run()
+    return {"users": found.users, "items": found.items}, found.validation
+
+
+def dying(train: Train, folder: Path) -> None:
+    gradients, steps = Ranks.gradients, [0]
 
     def die(self: Ranks, *args: Any) -> float:
         steps[0] += 1
         if self.rank == 1 and steps[0] == DIES_AT:
             os.kill(os.getpid(), signal.SIGKILL)
-        return backward(self, *args)
+        return gradients(self, *args)
 
-    Ranks.backward = die  # type: ignore[method-assign,assignment]
-    trained(folder)
+    Ranks.gradients = die  # type: ignore[method-assign,assignment]
+    train(folder)
+
+
+class Kind(NamedTuple):
+    """A training on ranks."""
+
+    steps: Callable[[], Steps]
+    train: Train | None = None  # with all its random draws
+
+
+KINDS = {
+    "ranker": Kind(ranker_steps, trained),
+    "generator": Kind(generator_steps),
+    "match": Kind(match_steps, matched),
+}
 
 
 def _rank(rank: int, port: int, work: Callable[[], Any], path: Path) -> None:
@@ -149,22 +183,32 @@ def _all_on_two_ranks(folder: Path) -> None:
     torch.set_num_threads(1)
     # the first optimizer of a process imports for 1.4 CPU seconds: once, not in each of six ranks
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    works = (ranker_steps, generator_steps, lambda: trained(None))
-    assert _on_two_ranks(lambda: [work() for work in works], folder / "whole") == [0, 0]
-    states = folder / "states"
-    codes = _on_two_ranks(lambda: dying(states), folder / "killed")
-    assert codes[1] == -signal.SIGKILL
-    assert codes[0]  # the other one does not go on alone
-    assert [path.name for path in states.iterdir()] == ["ranker-train.state"]
-    steps = _on_two_ranks(lambda: (num_kept(states), trained(states)), folder / "resumed")
-    assert steps == [0, 0]
+    assert _on_two_ranks(_whole, folder / "whole") == [0, 0]
+    for name, kind in KINDS.items():
+        if kind.train is None:
+            continue
+        states = folder / name
+        codes = _on_two_ranks(partial(dying, kind.train, states), folder / "killed")
+        assert codes[1] == -signal.SIGKILL
+        assert codes[0]  # the other one does not go on alone
+        (state,) = states.iterdir()
+        again = partial(_resumed, kind.train, state)
+        assert _on_two_ranks(again, folder / f"{name}-resumed") == [0, 0]
 
 
-def num_kept(states: Path) -> int:
-    """Count the steps of an epoch that the state says are done."""
-    content = (states / "ranker-train.state").read_bytes()[resume.DIGEST_BYTES :]
+def _whole() -> dict[str, Any]:
+    return {name: (kind.steps(), kind.train and kind.train(None)) for name, kind in KINDS.items()}
+
+
+def _resumed(train: Train, state: Path) -> Any:
+    return num_kept(state), train(state.parent)
+
+
+def num_kept(path: Path) -> int:
+    """Count the steps of an epoch or a stage that a state says are done."""
+    content = path.read_bytes()[resume.DIGEST_BYTES :]
     found = torch.load(io.BytesIO(content), weights_only=True)["state"]
-    return int(found["num_steps"])
+    return int(found["num_steps"] if "num_steps" in found else found["step"])
 
 
 @pytest.fixture(scope="module")
@@ -178,15 +222,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("place", "train"), [(0, ranker_steps), (1, generator_steps)], ids=["ranker", "generator"]
-)
-def test_gradients_and_losses_are_those_of_one_process(
-    folder: Path, place: int, train: Callable[[], Steps]
-) -> None:
-    want = train()
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_and_losses_are_those_of_one_process(folder: Path, name: str) -> None:
+    want = KINDS[name].steps()
     for rank in range(2):
-        found: Steps = torch.load(f"{folder}/whole-{rank}")[place]
+        found: Steps = torch.load(f"{folder}/whole-{rank}")[name][0]
         assert len(found) == len(want) > 2
         for (loss, _), (other, _) in zip(found, want, strict=True):
             assert loss == pytest.approx(other, rel=TOLERANCE)
@@ -197,17 +237,19 @@ def test_gradients_and_losses_are_those_of_one_process(
                     torch.testing.assert_close(gradient, same, rtol=1e-4, atol=TOLERANCE)
 
 
-def test_the_ranks_have_the_same_bits(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["ranker", "match"])
+def test_the_ranks_have_the_same_bits(folder: Path, name: str) -> None:
     (first, figures), (other, others) = (
-        torch.load(f"{folder}/whole-{rank}")[2] for rank in range(2)
+        torch.load(f"{folder}/whole-{rank}")[name][1] for rank in range(2)
     )
     assert all(torch.equal(value, other[name]) for name, value in first.items())
     assert figures == others
 
 
-def test_after_kill_9_of_a_rank_it_goes_on_with_the_same_bits(folder: Path) -> None:
-    weights, figures = torch.load(f"{folder}/whole-0")[2]
-    num_done, (again, found) = torch.load(f"{folder}/resumed-0")
+@pytest.mark.parametrize("name", ["ranker", "match"])
+def test_after_kill_9_of_a_rank_it_goes_on_with_the_same_bits(folder: Path, name: str) -> None:
+    weights, figures = torch.load(f"{folder}/whole-0")[name][1]
+    num_done, (again, found) = torch.load(f"{folder}/{name}-resumed-0")
     assert num_done
     assert all(torch.equal(value, again[name]) for name, value in weights.items())
     assert found == figures

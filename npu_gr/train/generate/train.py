@@ -46,7 +46,7 @@ from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.train.data import (
     Augmentation,
-    Batch,
+    Batches,
     InteractionLog,
     NextItem,
     Split,
@@ -376,12 +376,10 @@ def _fit(
     )
     augmentation = Augmentation(log, options.skip_ratio, options.swap_ratio)
 
-    def batches_of_epoch(random: np.random.Generator) -> list[Batch]:
+    def batches_of_epoch(random: np.random.Generator) -> Batches:
         varied = augmentation.draw(random)
         cut = windows(varied, options.history_items + 1, random)
-        return list(
-            batches(varied, cut, max(1, options.batch_tokens // len(codes.code_count)), random)
-        )
+        return batches(varied, cut, max(1, options.batch_tokens // len(codes.code_count)), random)
 
     best = trainer.fit(
         batches_of_epoch,

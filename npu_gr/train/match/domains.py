@@ -24,6 +24,7 @@ from npu_gr.history_store.interactions import read_edges
 from npu_gr.train.evaluate import Evaluator, Graph, HeldOut, unique_edges
 
 MIN_EDGES_TO_TEST = 3  # edges that a user needs for one of them to be held out for the test
+MOST_TESTED = 50_000  # users of the test, of the baselines too; drawn at random of more
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +37,7 @@ class Domains:
     source_ids: I64  # external id of each item row
     target_ids: I64
     test: HeldOut  # edges of the target that are not in its graph
+    num_testable: int  # users of whom `test` is a sample, or all
     near_duplicates: NearDuplicates
     # target items that are near-duplicates of what each user has in the source
     owned_near_duplicates: Graph
@@ -121,7 +123,8 @@ def read_domains(
         source: Path of a `.jsonl`, a RecBole atomic file, or a TSV of user and item.
         target: Path of a file in one of the same formats.
         test: Path of a file in one of the same formats, one line per user; None = hold out one
-            random edge of every target user with at least `MIN_EDGES_TO_TEST` edges.
+            random edge of target users with at least `MIN_EDGES_TO_TEST` edges. Of more than
+            `MOST_TESTED` users some are drawn at random.
         user_column: Name of the user's column, in files with named columns.
         item_column: Name of the item's column.
         tenant: Tenant of all users, if there is no `tenant_column`. Users of two tenants are
@@ -159,11 +162,12 @@ def read_domains(
     if test:
         if len(np.unique(rows[2])) != len(rows[2]):
             raise DataError(f"{test}: more than one line of a user; a test has one edge per user")
-        held_out = HeldOut(rows[2], np.searchsorted(target_ids, tables[2][1]))
+        num_testable = len(rows[2])
+        some = np.sort(np.random.default_rng(0).permutation(num_testable)[:MOST_TESTED])
+        held_out = HeldOut(rows[2][some], np.searchsorted(target_ids, tables[2][1])[some])
     else:
-        graph, held_out = hold_out(
-            graph, np.random.default_rng(0), MIN_EDGES_TO_TEST, graph.num_users
-        )
+        num_testable = int((graph.degrees()[0] >= MIN_EDGES_TO_TEST).sum())
+        graph, held_out = hold_out(graph, np.random.default_rng(0), MIN_EDGES_TO_TEST, MOST_TESTED)
     source_graph = unique_edges(
         rows[0], np.searchsorted(source_ids, tables[0][1]), len(codes), len(source_ids)
     )
@@ -175,6 +179,7 @@ def read_domains(
         source_ids=source_ids,
         target_ids=target_ids,
         test=held_out,
+        num_testable=num_testable,
         near_duplicates=near_duplicates,
         owned_near_duplicates=owned_near_duplicates(source_graph, graph, near_duplicates),
     )

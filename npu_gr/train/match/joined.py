@@ -34,6 +34,7 @@ from torch import Tensor
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.settings import override
+from npu_gr.train.distributed import joined
 from npu_gr.train.evaluate import Graph, smooth_hit
 from npu_gr.train.linear import (
     SCALE_USERS,
@@ -53,7 +54,7 @@ from npu_gr.train.match.train import MatchOptions, TrainedVectors, Trainer, Vali
 from npu_gr.train.metrics import F64, hit_ratio, ndcg
 from npu_gr.train.next_item import compare_hits
 from npu_gr.train.options import how_to_match
-from npu_gr.train.resume import STATES, TrainingStates, digest_of
+from npu_gr.train.resume import NO_STATES, STATES, TrainingStates, digest_of
 from npu_gr.train.steps import training_progress
 from npu_gr.vector_search.fold import JoinedFolding, SourceItems
 from npu_gr.vector_search.vectors import Vectors, save
@@ -235,6 +236,8 @@ def run_training(
 ) -> None:
     """Train, write the vectors, and compare them with the baselines.
 
+    All ranks of `torchrun` train; the first one does the rest.
+
     Args:
         domains: Data to train on and to test on.
         folder: Folder to write the vectors to.
@@ -251,19 +254,25 @@ def run_training(
     if not 0 < density <= 1:
         raise ConfigError(f"--density: must be above 0 and at most 1, got {density}")
     data = split(domains, density, num_validation, options.seed)
-    if (words := domains.about_near_duplicates()) is not None:
-        console.print(words, markup=False, highlight=False)
-    if not domains.ids_are_apart:
-        console.print(
-            "WARNING: some item ids are in both domains. An id in a request's history is taken as "
-            "the target's item, so new source events of a user do not change the user's matches. "
-            "Use different ids in the two domains to avoid this."
-        )
-    arrays = (data.source.users, data.source.items, data.target.users, data.target.items)
-    states = TrainingStates(folder / STATES, digest_of(*arrays))
-    with training_progress(console) as show:
-        trained = Trainer(data, options, states).run(show)
+    with joined() as all_ranks:
+        shown = console if all_ranks.is_first else Console(quiet=True)
+        _warn(domains, shown)
+        arrays = (data.source.users, data.source.items, data.target.users, data.target.items)
+        states = NO_STATES
+        if all_ranks.is_first:
+            states = TrainingStates(folder / STATES, digest_of(*arrays))
+        with training_progress(shown) as show:
+            trained = Trainer(data, options, states).run(show)
+    if not all_ranks.is_first:
+        return
     states.remove()
+    drawn = "" if len(domains.test.users) == domains.num_testable else " drawn at random"
+    console.print(
+        f"validated on {len(data.validation.users):,} users (at most {num_validation:,}, drawn at "
+        f"random), tested on {len(domains.test.users):,}{drawn} of {domains.num_testable:,}",
+        highlight=False,
+        soft_wrap=True,
+    )
     served = join(data, fit_joint_svd(data), trained)
     console.print(f"served: {served.settings}; {served.items.shape[1]} dimensions")
     evaluator = domains.evaluator()
@@ -293,6 +302,17 @@ def run_training(
     console.print(f"vectors {version} in {folder}")
     user = domains.users[int(data.target.users[0])].user
     console.print(how_to_match(folder, user), soft_wrap=True, markup=False, highlight=False)
+
+
+def _warn(domains: Domains, console: Console) -> None:
+    if (words := domains.about_near_duplicates()) is not None:
+        console.print(words, markup=False, highlight=False)
+    if not domains.ids_are_apart:
+        console.print(
+            "WARNING: some item ids are in both domains. An id in a request's history is taken as "
+            "the target's item, so new source events of a user do not change the user's matches. "
+            "Use different ids in the two domains to avoid this."
+        )
 
 
 def _figures(ranks: F64, suffix: str = "") -> dict[str, float]:

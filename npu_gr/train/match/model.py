@@ -191,31 +191,33 @@ class GraphEncoder(nn.Module):
         )
 
 
-def intra_loss(logits: Tensor) -> Tensor:
+def intra_loss(logits: Tensor, num_edges: int) -> Tensor:
     """Compute the binary cross-entropy of edges against sampled items.
 
     Args:
         logits: float32 [B, 1 + k], each edge's own item first.
+        num_edges: Edges of all ranks, of which these are a part.
 
     Returns:
-        Scalar: summed over an edge's negatives, averaged over edges.
+        Scalar: summed over an edge's negatives; this part of the mean over all ranks' edges.
     """
-    return (softplus(-logits[:, 0]) + softplus(logits[:, 1:]).sum(-1)).mean()
+    return (softplus(-logits[:, 0]) + softplus(logits[:, 1:]).sum(-1)).sum() / num_edges
 
 
-def inter_loss(cosines: Tensor, hide: Tensor, tau: float) -> Tensor:
+def inter_loss(cosines: Tensor, hide: Tensor, tau: float, num_anchors: int) -> Tensor:
     """Compute InfoNCE: each anchor's own match against negatives.
 
     Args:
         cosines: float32 [B, 1 + k], each anchor's own match first.
         hide: bool [B, k], True = ignore the negative, because it equals the match.
         tau: Temperature.
+        num_anchors: Anchors of all ranks, of which these are a part.
 
     Returns:
-        Scalar: the mean over anchors.
+        Scalar: this part of the mean over all ranks' anchors.
     """
     logits = torch.cat([cosines[:, :1], cosines[:, 1:].masked_fill(hide, -torch.inf)], dim=1) / tau
-    return (torch.logsumexp(logits, dim=1) - logits[:, 0]).mean()
+    return (torch.logsumexp(logits, dim=1) - logits[:, 0]).sum() / num_anchors
 
 
 def dots(left: Tensor, right: Tensor, of_left: Tensor, of_right: Tensor) -> Tensor:
@@ -298,7 +300,7 @@ def _sums(into: Tensor, of: Tensor, values: Tensor, table: Tensor, num_rows: int
 
 def rows(table: Tensor, index: Tensor) -> Tensor:
     """Compute `table[index]`, several times as fast on a CPU."""
-    return table.index_select(0, index.flatten()).view(*index.shape, -1)
+    return table.index_select(0, index.flatten()).view(*index.shape, table.shape[1])
 
 
 def share(done_ratio: float) -> float:

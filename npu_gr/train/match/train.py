@@ -13,11 +13,15 @@ deviation from popularity.
 
 Deterministic: the same data, options and number of threads give the same bits. Every stage has its
 own random numbers.
+
+All ranks of `torchrun` draw the same edges and anchors, and take their rows of them; each encodes
+the whole graph.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
@@ -33,6 +37,7 @@ from torch.nn.functional import normalize
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.settings import Count, Positive
+from npu_gr.train.distributed import Ranks
 from npu_gr.train.evaluate import Graph, smooth_hit
 from npu_gr.train.linear import log_popularity
 from npu_gr.train.match.domains import MatchData
@@ -51,6 +56,8 @@ from npu_gr.train.options import Seed, Weight
 from npu_gr.train.resume import NO_STATES, TrainingStates
 from npu_gr.train.steps import EarlyStopping, TrainingProgress
 from npu_gr.vector_search.fold import Folding
+
+log = logging.getLogger(__name__)
 
 MATRIX_LEARNING_RATE = 1e-3  # learning rate of all weights but the embedding tables
 STATE = "match"  # name of the state of all stages
@@ -188,6 +195,8 @@ class Trainer:
             "source": _Edges(data.source, options),
             "target": _Edges(data.target, options),
         }
+        self._ranks = Ranks()
+        self._ranks.align(self._all, ())
         self._prior = log_popularity(data.target.degrees()[1])
         self._in_source = np.flatnonzero(data.source.degrees()[0])
         self._bridge = _Bridge(data, self._in_source)
@@ -204,12 +213,15 @@ class Trainer:
         Raises:
             DataError: the loss is not finite, or the state cannot be written.
         """
-        state = self._states.read(STATE, self._key)
+        state = self._ranks.from_first(lambda: self._states.read(STATE, self._key))
         for stage in _stages(self.options):
             if state is not None and stage.name != state["stage"]:
                 continue
             self._run_stage(stage, progress, state)
             state = None
+        for line in self._ranks.throughput():
+            if self._ranks.is_first:
+                log.info("match: %s", line)
         return self._result()
 
     @property
@@ -233,23 +245,21 @@ class Trainer:
             with torch.no_grad():
                 self._source_users = normalize(self.source()[0], dim=-1)
         first = 1 if state is None else self._restore(state, optimizer, stopping)
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        num_edges = len(range(self._ranks.rank, options.batch_edges, self._ranks.size))
         for step in range(first, stage.steps + 1):
-            loss = self._loss(stage, step - 1)
-            if not math.isfinite(loss.item()):
-                raise DataError(
-                    f"the loss is {loss.item()} in step {step - 1}: try a lower learning_rate"
-                )
-            optimizer.zero_grad()
-            loss.backward()
+            loss = self._ranks.gradients(
+                self._loss(stage, step - 1), parameters, num_edges * len(stage.moves)
+            )
+            if not math.isfinite(loss):
+                raise DataError(f"the loss is {loss} in step {step - 1}: try a lower learning_rate")
             optimizer.step()
             if stage.name != "source" and (
                 step % options.evaluate_every == 0 or step == stage.steps
             ):
                 stopping.is_best(self._validate(stage, step))
             progress(
-                TrainingProgress(
-                    f"match: {stage.name}", step, stage.steps, loss.item(), self._best[2]
-                )
+                TrainingProgress(f"match: {stage.name}", step, stage.steps, loss, self._best[2])
             )
             if stopping.is_over:
                 break
@@ -308,8 +318,11 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, stage: _Stage, step: int) -> float:
-        users, items = self.target()
-        hit = smooth_hit(self._evaluator.ranks_by(Validated(users, items, self._prior).scores))
+        def find() -> float:
+            users, items = self.target()
+            return smooth_hit(self._evaluator.ranks_by(Validated(users, items, self._prior).scores))
+
+        hit = self._ranks.from_first(find)
         if hit > self._best[2]:
             self._best = (stage.name, step, hit)
             self._best_state = copy.deepcopy(self._all.state_dict())
@@ -318,7 +331,7 @@ class Trainer:
     # ---- losses
 
     def _loss(self, stage: _Stage, step: int) -> Tensor:
-        """Compute the loss of a step; `step` counts from 0."""
+        """Compute this rank's part of the loss of a step; `step` counts from 0."""
         options = self.options
         vectors: dict[str, Encoding] = {name: getattr(self, name)() for name in stage.moves}
         intra = torch.stack([self._intra(name, z) for name, z in vectors.items()]).sum()
@@ -333,8 +346,9 @@ class Trainer:
     def _intra(self, domain: str, vectors: Encoding) -> Tensor:
         """Compute the loss of a random batch of a domain's edges."""
         edges = self._edges[domain]
-        users, items = edges.draw(self._generator)
-        return intra_loss(dots(*vectors, users, items) + edges.log_odds[items])
+        users, items = map(self._ranks.mine, edges.draw(self._generator))
+        logits = dots(*vectors, users, items) + edges.log_odds[items]
+        return intra_loss(logits, self.options.batch_edges)
 
     def _inter(self, step: int, source_users: Tensor, target: Encoding) -> Tensor:
         """Sum the inter-domain losses: aligned users, and neighbour similarity.
@@ -345,17 +359,19 @@ class Trainer:
         done = min(1.0, step / (options.curriculum_validations * options.evaluate_every))
         easiest = share(done) if options.curriculum else 1.0
         size = (options.batch_anchors, options.num_inter_negatives)
-        users, matches = self._bridge.users(*size, easiest, self._generator)
+        drawn = self._bridge.users(*size, easiest, self._generator)
+        users, matches = map(self._ranks.mine, drawn)
         projected = normalize(self._project_users(target[0]), dim=-1)
         hide = matches[:, 1:] == users[:, None]
-        losses = [inter_loss(dots(projected, source_users, users, matches), hide, options.tau)]
+        logits = dots(projected, source_users, users, matches)
+        losses = [inter_loss(logits, hide, options.tau, size[0])]
         if len(self._bridge.edge_users):
-            users, matches = self._bridge.items(*size, easiest, self._generator)
+            drawn = self._bridge.items(*size, easiest, self._generator)
+            users, matches = map(self._ranks.mine, drawn)
             projected = normalize(self._project_items(target[1]), dim=-1)
             hide = matches[:, 1:] == matches[:, :1]
-            losses.append(
-                inter_loss(dots(source_users, projected, users, matches), hide, options.tau)
-            )
+            logits = dots(source_users, projected, users, matches)
+            losses.append(inter_loss(logits, hide, options.tau, size[0]))
         return torch.stack(losses).sum()
 
     # ---- results

@@ -163,8 +163,8 @@ def fit(
         return math.exp(log_score)
 
     best = trainer.fit(
-        lambda random: list(
-            batches(log, windows(log, options.window_tokens, random), options.batch_tokens, random)
+        lambda random: batches(
+            log, windows(log, options.window_tokens, random), options.batch_tokens, random
         ),
         loss_of,
         score=score if validation and model.config.retrieval else None,

@@ -12,7 +12,8 @@ from npu_gr.vector_search.vectors import load
 from tests.train.match.synthetic import write
 
 
-def test_the_command_trains_and_exports(tmp_path: Path) -> None:
+def test_the_command_trains_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("npu_gr.train.match.domains.MOST_TESTED", 30)
     source, target = map(str, write(tmp_path))
     short = [
         f"--set={name}=4"
@@ -27,6 +28,8 @@ def test_the_command_trains_and_exports(tmp_path: Path) -> None:
     assert vectors.version in out.output
     assert len(vectors.users) == 160
     assert "the strongest baseline" in out.output
+    assert "validated on 40 users (at most 40, drawn at random), tested on 30" in out.output
+    assert " drawn at random of " in out.output
     assert "EASE, both: hit_10" in out.output
     assert set(vectors.figures) >= {"hit_50", "hit_50_near_duplicates", "validation_smooth_hit"}
 

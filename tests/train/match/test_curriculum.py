@@ -35,10 +35,10 @@ def test_the_share_rises_from_the_start_to_all() -> None:
 def test_losses_are_their_definitions() -> None:
     logits = torch.randn(5, 4)
     want = -(logits[:, 0].sigmoid().log() + (-logits[:, 1:]).sigmoid().log().sum(1)).mean()
-    torch.testing.assert_close(intra_loss(logits), want)
+    torch.testing.assert_close(intra_loss(logits, 5), want)
     hide = torch.zeros(5, 3, dtype=torch.bool)
     want = torch.nn.functional.cross_entropy(logits / 0.2, torch.zeros(5, dtype=torch.int64))
-    torch.testing.assert_close(inter_loss(logits, hide, 0.2), want)
+    torch.testing.assert_close(inter_loss(logits, hide, 0.2, 5), want)
     hide[:, 2] = True
     want = torch.nn.functional.cross_entropy(logits[:, :3] / 0.2, torch.zeros(5, dtype=torch.int64))
-    torch.testing.assert_close(inter_loss(logits, hide, 0.2), want)
+    torch.testing.assert_close(inter_loss(logits, hide, 0.2, 5), want)

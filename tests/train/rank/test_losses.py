@@ -176,7 +176,7 @@ def test_a_ranker_without_values_learns_the_next_item_alone(log: InteractionLog)
     alone = replace(log, actions=np.zeros_like(log.actions), action_values=(1.0,))
     model = new_model(alone, [], (NEXT,), OPTIONS)
     labels = make_labels(alone, (NEXT,))
-    part = next(batches(alone, windows(alone, 12, np.random.default_rng(0)), 96))
+    part = batches(alone, windows(alone, 12, np.random.default_rng(0)), 96)[0]
     loss = batch_loss(
         model,
         nn.Linear(16, 1),
