@@ -20,13 +20,14 @@ test:
 	@$(MAKE) --no-print-directory suite
 	@$(MAKE) --no-print-directory scenes
 
-# worksteal: each process begins with neighbours, so what a file's tests share is made about once
+# worksteal: each process begins with neighbours, so what a file's tests share is made about once;
+# tests.again: up to three tests that fail are run once more, alone, and named at the end
 suite: $(VENV)/installed
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal --ignore tests/chaos
+	$(BIN)/python -m pytest -q -p tests.again -n 4 --dist worksteal --ignore tests/chaos
 
 # alone, because what these scenes measure would be the other tests
 scenes: $(VENV)/installed
-	$(BIN)/python -m pytest -q tests/chaos
+	$(BIN)/python -m pytest -q -p tests.again tests/chaos
 
 # the documentation as a site, in build/site; a link that leads nowhere fails
 docs: $(VENV)/installed

@@ -46,7 +46,6 @@ from benchmarks.servers import (
     Traffic,
     ask,
     check,
-    free_port,
     instance,
     running,
     write_bodies,
@@ -57,6 +56,7 @@ from npu_gr.model.config import HSTUConfig
 from npu_gr.model.delta import file_name, make_delta, write_delta
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint, read_weights, save
+from tests.ports import free_port
 
 ARMS = ("exact", "stale")
 OPTIONS = (

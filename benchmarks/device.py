@@ -33,6 +33,7 @@ from benchmarks.frame import (
 )
 from npu_gr.backend.names import BackendName
 from npu_gr.model.weights import load
+from tests.ports import free_port
 
 PARTS = ("served", "compiled")
 OPTIONS = (
@@ -89,7 +90,7 @@ def _served(
     name: BackendName, checkpoint: Path, seed: int, seconds: float, folder: Path
 ) -> Iterator[Line]:
     bodies = TRAFFIC.bodies(load(checkpoint), "bench", seed)
-    admin_port = servers.free_port()
+    admin_port = free_port()
     settings = f"backend={name}", "native=auto", f"server.admin_port={admin_port}"
     ours = servers.instance("instance", checkpoint, folder, (*servers.ADMISSION_OFF, *settings))
     with servers.running("instance", ours) as server:

@@ -34,7 +34,6 @@ from benchmarks.servers import (
     Traffic,
     behind,
     check,
-    free_port,
     make_checkpoint,
     proxy,
     running,
@@ -43,6 +42,7 @@ from npu_gr.core.errors import ConfigError
 from npu_gr.core.request import Fetched, Outcome, Verdict
 from npu_gr.model.weights import load
 from tests.engine.kv_cache.mooncake_nodes import NEEDS, mooncake
+from tests.ports import free_port
 
 EVENTS = {"planned": signal.SIGTERM, "killed": signal.SIGKILL}
 OPTIONS = (

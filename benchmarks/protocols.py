@@ -21,13 +21,14 @@ import msgspec
 import numpy as np
 
 from benchmarks.frame import SEED, SHIPPED_CONFIG, Line, compared, timed, timed_for, timed_in_turn
-from benchmarks.servers import Server, Traffic, free_port, instance, make_checkpoint, running
+from benchmarks.servers import Server, Traffic, instance, make_checkpoint, running
 from benchmarks.wire import inference_message, raw_infer
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.server.grpc.inference import INFERENCE, message
 from npu_gr.server.middleware import OCTETS
 from npu_gr.server.oip.routes import HEADER_LENGTH
 from npu_gr.server.schemas.media import MSGPACK
+from tests.ports import free_port
 
 OPTIONS = (SEED, SHIPPED_CONFIG, timed_for(3.0, "Seconds of each protocol."))
 BASELINE = "/v1, raw msgpack"

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -34,6 +33,7 @@ from npu_gr.model.config import HSTUConfig
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint, save
 from npu_gr.model.weights import load as load_checkpoint
+from tests.ports import free_port
 
 # Switches admission off, for the baseline.
 ADMISSION_OFF = ("admission.enabled=false", "brownout.enabled=false")
@@ -475,14 +475,6 @@ def hit_ratio(server: Server, bodies: Sequence[dict[str, Any]], seed: int) -> fl
     drawn = np.random.default_rng(seed).integers(0, len(bodies), SAMPLE)
     outcomes = [answer["outcome"] for answer in ask(server.port, [bodies[at] for at in drawn])]
     return outcomes.count(Outcome.HBM_HIT.value) / len(outcomes)
-
-
-def free_port() -> int:
-    """Return an unused port on loopback."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def slug(name: str) -> str:

@@ -7,7 +7,6 @@ made it.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
@@ -95,13 +94,6 @@ async def serving(
             finally:
                 if rpc is not None:
                     await rpc.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def columns(history: Events) -> dict[str, list[int]]:

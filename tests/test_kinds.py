@@ -189,7 +189,7 @@ def test_router_entry(kind: Kind[Any, Any]) -> None:
     config = RouterConfig(
         discovery=DiscoveryConfig(instances=[InstanceConfig(name="gr", host="h", port=1)])
     )
-    text = render(config, RenderInputs(instances=[], addresses={}, keys=[], peer_port=1))
+    text = render(config, RenderInputs(instances=[], addresses={}, keys=[]))
     allowed = re.findall(rf"^  acl on_{kind.method} (path|path_reg) (.*)$", text, re.MULTILINE)
     path = kind.path.replace("{user_id}", "u")
     assert any(

@@ -33,6 +33,7 @@ CONFIG = "haproxy.cfg"
 # Placeholders of folders that `route.process` fills in: that of the sockets, and that of this file.
 FOLDER, HERE = "{folder}", "{here}"
 STATS, FAN_OUT = "stats.sock", "fan_out.sock"  # sockets of the runtime API and of `route.fan_out`
+PEER = "peer.sock"  # socket over which a reload hands on the stick table
 HOME, OTHER = "home.sock", "other.sock"  # sockets of the frontend `again`
 # Fraction of the objective that a request may be queued; the instance needs the rest.
 QUEUE_SHARE = 0.7
@@ -89,7 +90,6 @@ class RenderInputs:
     instances: list[InstanceConfig]
     addresses: dict[str, str]  # name of the instance -> IP address
     keys: list[KeyEntry]  # keys that have not expired
-    peer_port: int  # loopback port over which a reload hands on the stick table
 
 
 def ids(instances: Iterable[InstanceConfig]) -> dict[str, int]:
@@ -151,7 +151,7 @@ def render(config: RouterConfig, inputs: RenderInputs) -> str:
 
 
 def _process(config: RouterConfig, inputs: RenderInputs) -> str:
-    peers = config.peers or {"npu_gr": f"127.0.0.1:{inputs.peer_port}"}
+    peers = config.peers or {"npu_gr": f"unix@{FOLDER}/{PEER}"}
     local = config.peer or "npu_gr"
     lines = [f"  peer {name} {address}" for name, address in peers.items()]
     problems = "\n".join(

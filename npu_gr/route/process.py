@@ -21,7 +21,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -234,7 +233,6 @@ class Route:
         self._admitted: set[str] = set()
         self._files: dict[str, str] = {}  # active files
         self.calls = self._calls(self.config)
-        self._peer_port = _free_port()
 
     async def begin(self) -> None:
         """Make and activate the first files, with every instance.
@@ -305,7 +303,6 @@ class Route:
             ],
             addresses=self.addresses,
             keys=unexpired_keys(Path(config.api_keys_file)) if config.api_keys_file else [],
-            peer_port=self._peer_port,
         )
         return haproxy.files(config, inputs) | certificates
 
@@ -314,13 +311,6 @@ class Route:
             return InstanceCalls(config)
         except OSError as error:  # or ssl.SSLError, a subclass
             raise ConfigError(f"instances_tls: {error}") from error
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def unexpired_keys(path: Path) -> list[KeyEntry]:

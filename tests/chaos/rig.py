@@ -28,9 +28,10 @@ import aiohttp
 import pytest
 
 from benchmarks.loadgen import ClientReport, LoadStream, drive
-from benchmarks.servers import Traffic, free_port, write_bodies
+from benchmarks.servers import Traffic, write_bodies
 from npu_gr.model.weights import load
 from tests.chaos.open_loop import Answers
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "cpu.yaml"

@@ -16,12 +16,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from benchmarks.servers import free_port
 from tests.chaos.open_loop import Answered, Answers, Ask, OpenLoop, send
 from tests.chaos.rig import LONG, Bodies, Instance, Scale, check, each_scale, running
 from tests.fault_proxy import FaultProxy, Mode
 from tests.history_store.redis_server import redis_path
 from tests.history_store.test_redis_failover import fail_over, pair
+from tests.ports import free_port
 
 PER_S = 40.0
 APPENDED = 40  # users

@@ -21,8 +21,9 @@ from npu_gr.core.history import Events, UserKey
 from npu_gr.history_store.open import open_store
 from npu_gr.service.config import load as load_config
 from tests.cli.forked import run
-from tests.cli.test_main import free_port, is_ready, write
+from tests.cli.test_main import is_ready, write
 from tests.history_store.redis_server import redis_path
+from tests.ports import free_port
 from tests.serving import FIRST_ID, write_checkpoint
 
 Histories = dict[str, list[tuple[int, int, int]]]  # (item, action, time), oldest first

@@ -19,13 +19,8 @@ import yaml
 
 from tests.cli.forked import run
 from tests.models import events
+from tests.ports import free_port
 from tests.serving import FIRST_ID, columns, make_config, write_checkpoint
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write(folder: Path, **sections: object) -> Path:

@@ -21,7 +21,8 @@ import pytest
 import yaml
 
 from tests.cli.forked import run
-from tests.cli.test_main import RANK, ask, free_port, write
+from tests.cli.test_main import RANK, ask, write
+from tests.ports import free_port
 from tests.serving import write_checkpoint
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from aiohttp import web
 from npu_gr.replay.compare import read_answers
 from npu_gr.replay.files import write
 from npu_gr.replay.log import QueryRecord
+from tests.ports import free_port
 from tests.replay.fake import Fake, service
 
 
@@ -106,9 +106,7 @@ async def test_what_does_not_go_together_is_one_line(
 
 
 async def test_a_port_where_nothing_listens_is_said_at_once(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     code, out, err = await run(log(tmp_path, num=10**4), "--url", url)
     assert (code, out) == (2, "")
     assert f"{url}: no connection" in err

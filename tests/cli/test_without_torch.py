@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from npu_gr.cli.main import main
-from tests.cli.test_main import free_port
 from tests.cli.test_processes import answers, until
+from tests.ports import free_port
 
 # what Python says where torch is not installed, on a machine where it is
 HOOK = """

@@ -31,6 +31,7 @@ from npu_gr.core.errors import (
 from npu_gr.core.tls import ClientTlsConfig
 from tests.certificates import Authority
 from tests.client.scripted import HANG, RANKED, SIGNALLED, Answer, answer, problem, scripted
+from tests.ports import free_port
 from tests.serving import until
 
 GOOD = answer(RANKED)
@@ -262,9 +263,10 @@ async def test_a_deadline_is_a_finite_time(timeout_s: float) -> None:
             await client.models(timeout_s=timeout_s)
 
 
-async def test_nobody_at_the_address(unused_tcp_port: int) -> None:
-    async with AsyncClient(f"http://127.0.0.1:{unused_tcp_port}", timeout_s=LONG_S) as client:
-        with pytest.raises(Unreachable, match=str(unused_tcp_port)):
+async def test_nobody_at_the_address() -> None:
+    port = free_port()
+    async with AsyncClient(f"http://127.0.0.1:{port}", timeout_s=LONG_S) as client:
+        with pytest.raises(Unreachable, match=str(port)):
             await client.rank("u", [1])
         with pytest.raises(Unreachable):
             await client.is_ready()
@@ -356,10 +358,11 @@ async def test_connections_are_kept() -> None:
     assert {one.connection for one in service.asked} <= {0, 1, 2}
 
 
-async def test_a_service_may_start_again_between_two_calls(unused_tcp_port: int) -> None:
-    async with AsyncClient(f"http://127.0.0.1:{unused_tcp_port}", timeout_s=LONG_S) as client:
+async def test_a_service_may_start_again_between_two_calls() -> None:
+    port = free_port()
+    async with AsyncClient(f"http://127.0.0.1:{port}", timeout_s=LONG_S) as client:
         for _ in range(3):
-            async with scripted(GOOD, port=unused_tcp_port) as service:
+            async with scripted(GOOD, port=port) as service:
                 await client.rank("u", [1, 2])
             assert len(service.asked) == 1
 

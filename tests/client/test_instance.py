@@ -29,6 +29,7 @@ from npu_gr.handlers.service import Service
 from npu_gr.service.app import instance as running
 from tests.keys import entry, secret, write_keys
 from tests.models import events
+from tests.ports import free_port
 from tests.serving import (
     FIRST_ID,
     InstanceServer,
@@ -214,9 +215,10 @@ async def test_keys(tmp_path: Path) -> None:
 
 
 async def test_an_instance_that_starts_again_is_found_again(
-    tmp_path: Path, unused_tcp_port: int
+    tmp_path: Path,
 ) -> None:
-    url = f"http://127.0.0.1:{unused_tcp_port}"
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
 
     def rank(client: Client) -> str:
         return client.rank("u", CANDIDATES, history=behaviours(10)).outcome
@@ -226,7 +228,7 @@ async def test_an_instance_that_starts_again_is_found_again(
         for _ in range(2):
             async with (
                 running(make_config(tmp_path)) as (app, _),
-                InstanceServer(app, port=unused_tcp_port),
+                InstanceServer(app, port=port),
             ):
                 assert await asyncio.to_thread(rank, client) == "miss_full"
             with pytest.raises(Unreachable):

@@ -12,7 +12,7 @@ from npu_gr.core.settings import from_table
 from npu_gr.route.config import RouterConfig
 from npu_gr.route.process import routing
 from tests.client.shop import NAMES, shop
-from tests.route.fake import free_port
+from tests.ports import free_port
 
 SEEN = Behaviours([NAMES[1], NAMES[2]], ["view", "cart"], [1_700_000_000, 1_700_000_060])
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import free_port
+from tests.ports import free_port
 from tests.sources import ROOT
 
 pytestmark = pytest.mark.image

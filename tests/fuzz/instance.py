@@ -12,12 +12,9 @@ one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import random
 import resource
-import socket
 import sys
 import time
 from pathlib import Path
@@ -33,6 +30,7 @@ from npu_gr.server.run import serve
 from npu_gr.service.app import instance
 from npu_gr.service.config import Config
 from npu_gr.vector_search.vectors import save
+from tests.ports import free_port
 from tests.server.test_recommend_over_http import section
 from tests.serving import FIRST_ID, make_config, write_checkpoint
 from tests.vector_search.vectors import make_vectors
@@ -93,18 +91,9 @@ def sections(folder: Path) -> dict[str, Any]:
             "body_timeout_s": 2.0,
             "log_requests": "slow",
             "grpc_port": 0,
-            "agent_port": steady_port(),
+            "agent_port": free_port(),
         },
     }
-
-
-def steady_port() -> int:
-    """A free port below those that the system gives to connections, so that none takes it."""
-    while True:
-        port = random.randrange(20_000, 30_000)
-        with contextlib.suppress(OSError), socket.socket() as one:
-            one.bind(("127.0.0.1", port))
-            return port
 
 
 def router() -> RouterConfig:

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import redis
 
 from tests.history_store.redis_server import redis_path
+from tests.ports import BUS, free_port
 
 NUM_SLOTS = 16384
 NODE_TIMEOUT_MS = 1000  # after it a master counts as dead, and its replica takes its place
-
-
-def free_port() -> int:
-    """A port that is free, and so is that of the cluster's bus, 10,000 more."""
-    while True:
-        with socket.socket() as one, socket.socket() as bus:
-            one.bind(("127.0.0.1", 0))
-            port = int(one.getsockname()[1])
-            with suppress(OSError, OverflowError):
-                bus.bind(("127.0.0.1", port + 10_000))
-                return port
 
 
 def wait_for(what: Callable[[], bool], within_s: float = 30.0) -> None:
@@ -58,21 +47,6 @@ class Node:
         return bool(self.admin.cluster("info")["cluster_state"] == "ok")
 
 
-def run_node(stack: ExitStack, folder: Path) -> Node:
-    """Run a server; again on another port if somebody took one of its two before it did."""
-    for left in reversed(range(5)):
-        port = free_port()
-        options = ["--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes"]
-        options += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS)]
-        options += ["--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0"]
-        try:
-            return Node(stack.enter_context(redis_path(folder, *options)), port)
-        except OSError:
-            if not left:
-                raise
-    raise AssertionError
-
-
 @contextmanager
 def cluster(folder: Path) -> Iterator[list[Node]]:
     """Run the servers; the first three are masters, and node i + 3 is the replica of node i."""
@@ -81,7 +55,11 @@ def cluster(folder: Path) -> Iterator[list[Node]]:
         for number in range(6):
             own = folder / str(number)
             own.mkdir()
-            nodes.append(run_node(stack, own))
+            port = free_port(also=BUS)
+            options = ["--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes"]
+            options += ["--cluster-node-timeout", str(NODE_TIMEOUT_MS)]
+            options += ["--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0"]
+            nodes.append(Node(stack.enter_context(redis_path(own, *options)), port))
             stack.callback(nodes[-1].admin.close)
         ends = [NUM_SLOTS * number // 3 for number in range(4)]
         for one, first, end in zip(nodes[:3], ends, ends[1:], strict=False):

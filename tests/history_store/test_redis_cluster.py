@@ -23,9 +23,10 @@ from npu_gr.history_store.redis import _keys, check_redis
 from npu_gr.history_store.redis_client import host_names, make_servers
 from npu_gr.history_store.redis_cluster import Address, Cluster
 from npu_gr.history_store.store import HistoryConfig, HistoryStore
-from tests.history_store.redis_cluster import Node, address, cluster, free_port, wait_for
+from tests.history_store.redis_cluster import Node, address, cluster, wait_for
 from tests.history_store.redis_server import redis_path
 from tests.models import events
+from tests.ports import free_port
 
 USERS = [UserKey("t", f"u{number}") for number in range(60)]
 

@@ -19,9 +19,9 @@ from npu_gr.core.history import UserKey, Write
 from npu_gr.core.secret import SecretUrl
 from npu_gr.history_store.open import open_store
 from npu_gr.history_store.store import HistoryConfig, HistoryStore
-from tests.history_store.redis_cluster import free_port
 from tests.history_store.redis_server import redis_path
 from tests.models import events
+from tests.ports import BUS, free_port
 
 USER = UserKey("t", "u")
 
@@ -173,7 +173,7 @@ async def test_what_a_server_says_during_a_failover_is_asked_again(
 
 
 async def test_a_node_of_a_cluster_is_rejected_in_words(tmp_path: Path) -> None:
-    port = free_port()
+    port = free_port(also=BUS)
     options = ("--port", str(port), "--cluster-enabled", "yes")
     with (
         redis_path(tmp_path, *options) as path,
@@ -246,7 +246,7 @@ async def test_a_server_that_is_away_is_used_once_it_is_there(tmp_path: Path) ->
 async def test_a_cluster_that_came_while_the_server_was_away_is_not_used(tmp_path: Path) -> None:
     store = await open_store(config(f"unix://{tmp_path}/redis.sock", 0.3), may_be_away=True)
     assert store is not None
-    options = ("--port", str(free_port()), "--cluster-enabled", "yes")
+    options = ("--port", str(free_port(also=BUS)), "--cluster-enabled", "yes")
     with (
         redis_path(tmp_path, *options),
         pytest.raises(StoreFailed, match="a node of a Redis Cluster"),

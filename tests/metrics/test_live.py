@@ -26,8 +26,9 @@ from tests.certificates import Authority
 from tests.metrics.live import all_sections, demo_sections, load, routed
 from tests.metrics.test_dashboards import IDS, PANELS, expressions, plain
 from tests.metrics.test_rules import RULES, promtool
+from tests.ports import free_port
 from tests.server.test_deltas_over_http import Stream, post, rows_of
-from tests.serving import free_port, serving
+from tests.serving import serving
 
 pytestmark = pytest.mark.prometheus
 LOAD_S = 9.0

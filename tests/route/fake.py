@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +14,7 @@ from aiohttp import web
 from npu_gr.core.settings import from_table
 from npu_gr.route.config import RouterConfig
 from npu_gr.route.process import Proxy, Route, routing
+from tests.ports import free_port
 
 
 class Fake:
@@ -220,10 +220,3 @@ async def site(
         connector = aiohttp.TCPConnector(ssl=trusts or True, limit=0)
         s.http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         yield s
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port

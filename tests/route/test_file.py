@@ -18,7 +18,7 @@ from npu_gr.route.haproxy import RenderInputs, ids, render
 from npu_gr.route.process import Proxy, Route
 from tests.certificates import Authority
 from tests.keys import entry, write_keys
-from tests.route.fake import free_port
+from tests.ports import free_port
 
 INSTANCES = [
     {"name": "gr-0", "host": "127.0.0.1", "port": 1, "agent_port": 7},
@@ -153,7 +153,7 @@ async def test_what_cannot_be_read_is_told(tmp_path: Path) -> None:
 def test_no_kind_may_be_sent_twice_but_those_that_follow() -> None:
     """One line keeps a begun signal from a second instance, and a write from being done twice."""
     config = from_table({"discovery": {"instances": INSTANCES[:1]}}, RouterConfig)
-    inputs = RenderInputs(instances=[], addresses={}, keys=[], peer_port=1)
+    inputs = RenderInputs(instances=[], addresses={}, keys=[])
     text = render(config, inputs)
     (follow,) = (line for line in text.splitlines() if line.startswith("  acl follow path /"))
     again = {kind.name for kind in KINDS.values() if kind.path in follow.split()}

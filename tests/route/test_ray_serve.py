@@ -24,7 +24,7 @@ from npu_gr.core.settings import to_table
 from npu_gr.route.fan_out import Answered, Change
 from npu_gr.route.ray_serve import QUEUE_DEPTH, RayOptions, RayReplica, target_instances
 from tests.models import events
-from tests.route.fake import free_port
+from tests.ports import free_port
 from tests.serving import FIRST_ID, columns, make_config, write_checkpoint
 
 OPTIONS = RayOptions(2, 6, target_queue_depth=8.0, max_late_ratio=0.01)

@@ -24,7 +24,7 @@ from npu_gr.server.auth.rules import PAGES, rules
 from npu_gr.server.config import ServerConfig
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import PIPELINE, make_addresses, serve
-from tests.cli.test_main import free_port
+from tests.ports import free_port
 from tests.server.examples import EXAMPLES
 from tests.server.fake import FakeService, metrics_of_all_kinds
 from tests.serving import until

@@ -14,8 +14,8 @@ import pytest
 
 from npu_gr.server.auth.rules import rules
 from tests.keys import bearer, secret, write_keys
+from tests.ports import free_port
 from tests.server.test_addresses import site
-from tests.serving import free_port
 
 
 async def test_every_link_of_the_status_page_is_served_where_the_page_is() -> None:

@@ -23,9 +23,10 @@ from npu_gr.replay.requests import encode
 from npu_gr.server.schemas.media import MSGPACK
 from tests.features_of import random_features, values
 from tests.models import events
+from tests.ports import free_port
 from tests.server.grpc.rig import INFER, call
 from tests.server.oip.inputs import Input, infer_message, inputs_of
-from tests.serving import FIRST_ID, columns, free_port, serving, write_checkpoint
+from tests.serving import FIRST_ID, columns, serving, write_checkpoint
 
 SHOWN_AT = 1_700_000_000
 CANDIDATES = [FIRST_ID + 3, FIRST_ID + 5, FIRST_ID + 7]

@@ -28,8 +28,8 @@ from npu_gr.core.settings import from_table
 from npu_gr.metrics.registry import Metrics
 from npu_gr.server.access_log import spans
 from npu_gr.server.config import ServerConfig
+from tests.ports import free_port
 from tests.server.fake import metrics_of_all_kinds
-from tests.serving import free_port
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tests.fault_proxy import FaultProxy, Mode
 from tests.history_store.redis_cluster import address, cluster
 from tests.history_store.redis_server import redis_path
 from tests.models import events
+from tests.ports import free_port
 from tests.serving import FIRST_ID, columns, serving, write_checkpoint
 
 CANDIDATES = list(range(FIRST_ID, FIRST_ID + 20))
@@ -316,12 +316,6 @@ async def test_the_key_in_header_or_body(tmp_path: Path) -> None:
         )
         assert both[0] == 400
         assert (await post(client, "/v1/events", {**body, "idempotency_key": ""}))[0] == 422
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

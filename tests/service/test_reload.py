@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import socket
 import time
 import weakref
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from npu_gr.service.app import run
 from npu_gr.service.config import Config
 from tests.engine.kv_cache.invariants import check_pool
 from tests.models import Request, full, tiny_model
+from tests.ports import free_port
 from tests.serving import FIRST_ACTION, FIRST_ID, make_config, serving, write_checkpoint
 
 USERS, LENGTH = 6, 70
@@ -330,9 +330,14 @@ async def scraped(client: TestClient[Any, Any], wanted: dict[str, float]) -> boo
 async def test_sighup_reloads(tmp_path: Path) -> None:
     file = File(tmp_path)
     new, old = file.add("new", 2), file.add("old", 1)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    server = {"server": {"host": "127.0.0.1", "port": port, "admin_port": 0, "drain_grace_s": 0.1}}
+    server = {
+        "server": {
+            "host": "127.0.0.1",
+            "port": (port := free_port()),
+            "admin_port": 0,
+            "drain_grace_s": 0.1,
+        }
+    }
     file.use("old", **server)
     ready = asyncio.Event()
     task = asyncio.create_task(run(file.read(), ready, file.read))

@@ -14,7 +14,6 @@ import asyncio
 import logging
 import os
 import re
-import socket
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -44,6 +43,7 @@ from npu_gr.simulate.fit import MeasuredRank, fit_device, measure, requests_of
 from npu_gr.simulate.fleet import Fleet
 from npu_gr.simulate.instance import RankResult
 from npu_gr.simulate.users import TrafficRequest, visits
+from tests.ports import free_port
 from tests.serving import FIRST_ID, write_checkpoint
 
 USERS = UsersConfig(
@@ -135,23 +135,13 @@ async def process(
         await started.wait()
 
 
-def free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
-
-
 @asynccontextmanager
 async def fleet(folder: Path, num_instances: int) -> AsyncIterator[tuple[str, float]]:
     """The address to send to, and the measured copy bandwidth."""
     write_checkpoint(
         folder / "checkpoint", max_history_tokens=MAX_TOKENS, scaling_seqlen=MAX_TOKENS, **SHAPE
     )
-    ports = free_ports(num_instances + 2)
+    ports = [free_port() for _ in range(num_instances + 2)]
     async with AsyncExitStack() as stack:
         output = folder
         for number in range(num_instances):

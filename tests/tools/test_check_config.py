@@ -24,7 +24,7 @@ from npu_gr.tools.check_config import Opened, OpenedState, examine, is_well, rea
 from tests.certificates import Authority
 from tests.decoders import SIZES, hf_model
 from tests.keys import entry, write_keys
-from tests.route.fake import free_port
+from tests.ports import free_port
 from tests.serving import make_config, write_checkpoint
 
 ROUTER = {

@@ -15,7 +15,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tests.cli.test_load import Histories, service, stored
-from tests.cli.test_main import free_port, write
+from tests.cli.test_main import write
+from tests.ports import free_port
 from tests.serving import FIRST_ID, write_checkpoint
 from tests.tools.kafka_broker import Broker
 

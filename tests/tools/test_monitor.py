@@ -10,7 +10,7 @@ import pytest
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.tools.monitor import check_machine
-from tests.cli.test_main import free_port
+from tests.ports import free_port
 from tests.sources import ROOT
 
 

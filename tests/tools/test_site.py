@@ -25,8 +25,9 @@ from npu_gr.core.kinds import KINDS
 from npu_gr.train.site import make
 from npu_gr.train.site.folder import NEW_ITEM
 from npu_gr.train.site.side_by_side import Training
-from tests.cli.test_main import free_port, is_ready
+from tests.cli.test_main import is_ready
 from tests.cli.test_processes import until
+from tests.ports import free_port
 
 NUM_USERS, NUM_EVENTS, NUM_ITEMS = 60, 30, 80
 TINY = (

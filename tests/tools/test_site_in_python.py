@@ -18,8 +18,8 @@ from npu_gr.core.errors import ConfigError, DataError, Unavailable
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.model.weights import save
 from npu_gr.tools import site as python_site
-from npu_gr.tools.demo_instance import free_port
 from npu_gr.train.rank.train import train_rank
+from tests.ports import free_port
 from tests.train.rank.test_train import TINY
 from tests.train.synthetic import planted
 

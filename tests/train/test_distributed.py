@@ -9,7 +9,6 @@ import io
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +33,7 @@ from npu_gr.train.rank.losses import hold_out
 from npu_gr.train.rank.options import TrainOptions, choose_tasks
 from npu_gr.train.rank.train import train_rank
 from npu_gr.train.resume import NO_STATES, TrainingStates
+from tests.ports import free_port
 from tests.train.match.synthetic import data, quick
 from tests.train.rank.test_train import GENRES
 from tests.train.test_resume import GENERATOR, LOG, RANKER
@@ -167,9 +167,7 @@ def _rank(rank: int, port: int, work: Callable[[], Any], path: Path) -> None:
 
 def _on_two_ranks(work: Callable[[], Any], path: Path) -> list[int | None]:
     """Run a function on two ranks, which save what it returns; returns the exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=_rank, args=(rank, port, work, path)) for rank in range(2)]
     for one in ranks:

@@ -40,6 +40,10 @@ SLOW = (
     "cuda",
     "emulator",
     "paper",
+    "few_launches",
+    "by_definition",
+    "made_in_blocks",
+    "ends_the_search",
 )  # and no line of these files more
 
 

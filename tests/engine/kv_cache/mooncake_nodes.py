@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.ports import free_port
+
 NEEDS = "needs pip install 'npu_gr[mooncake]', and Debian's libibverbs1"
 
 # gives memory to the store until its input ends
@@ -64,14 +66,6 @@ def mooncake(num_bytes: int) -> Iterator[MooncakeNodes]:
     finally:
         for process in reversed(processes):
             ended(process)
-
-
-def free_port() -> int:
-    """Return an unused port on loopback."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
 
 
 def started(*command: str) -> subprocess.Popen[str]:

@@ -19,10 +19,10 @@ from tests.engine.kv_cache.mooncake_nodes import (
     NEEDS,
     MooncakeNodes,
     ended,
-    free_port,
     mooncake,
     started,
 )
+from tests.ports import free_port
 
 MOST_BYTES = 1 << 24
 

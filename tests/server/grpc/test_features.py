@@ -8,11 +8,12 @@ from pathlib import Path
 import grpc
 
 from tests.features_of import every_feature
+from tests.ports import free_port
 from tests.server.grpc.rig import INFER, call
 from tests.server.grpc.test_real_instance import tensor
 from tests.server.oip.inputs import Input, infer_message, inputs_of
 from tests.server.test_features_over_http import CROSS, REQUEST, SURFACE, USER, body
-from tests.serving import free_port, serving, write_checkpoint
+from tests.serving import serving, write_checkpoint
 
 
 async def test_features_are_those_of_v1(tmp_path: Path) -> None:

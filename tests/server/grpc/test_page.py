@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.client.shop import shop
-from tests.serving import free_port
+from tests.ports import free_port
 from tests.sources import ROOT
 
 PAGE = (ROOT / "docs" / "protocols.md").read_text()

@@ -11,12 +11,13 @@ from typing import Any
 import grpc
 import numpy as np
 
+from tests.ports import free_port
 from tests.server.grpc.rig import INFER, call
 from tests.server.oip.inputs import infer_message, inputs_of, raw_body
 from tests.server.test_match_over_http import section as match_section
 from tests.server.test_recommend_over_http import HISTORY
 from tests.server.test_recommend_over_http import section as cascade_section
-from tests.serving import FIRST_ID, free_port, serving
+from tests.serving import FIRST_ID, serving
 from tests.vector_search.vectors import KNOWN
 
 BODIES: dict[str, dict[str, Any]] = {
