@@ -14,7 +14,7 @@ WORDS := $(CODE) docs README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md configs
 .PHONY: docs demo test suite scenes torch lint format ruff types words native files security images lock proto sbom packages ray bench monitor can-monitor acceptance-cuda acceptance-npu acceptance-cpu kernels clean
 
 demo: $(VENV)/serves
-	$(BIN)/npu-gr --log-level WARNING demo
+	$(BIN)/npu-gr --log-level WARNING demo $(if $(QUICK),--quick)
 
 test:
 	@$(MAKE) --no-print-directory suite

@@ -31,6 +31,7 @@ BENCHES = {
     "rank": "benchmarks.rank",
     "long": "benchmarks.long",
     "delta": "benchmarks.delta",
+    "tables": "benchmarks.tables",
     "features": "benchmarks.features",
     "generate": "benchmarks.generate",
     "match": "benchmarks.match",

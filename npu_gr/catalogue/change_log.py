@@ -220,6 +220,11 @@ class ChangeLog:
         self._lock: IO[str] | None = None
         self._is_broken = False
 
+    @property
+    def sequence(self) -> int:
+        """Sequence number of the last change in the file."""
+        return self._sequence
+
     def load(self) -> Changes:
         """Lock and read the file, and cut off an incomplete change; without a file do nothing.
 

@@ -10,6 +10,9 @@ one, for example of a newly trained site:
 
 A withdrawn item that the file lacks is remembered, since other sources may still offer it, and a
 later file may have it again.
+
+If that other file has a log of its own, which another instance wrote, what only that log has is
+kept too (`with_own`): a move from one site to another puts no item back on sale.
 """
 
 from __future__ import annotations
@@ -156,6 +159,32 @@ def replay(file: Snapshot, changes: Changes, centroids: Centroids | None) -> Rep
     gone = np.array(sorted(changes.removed | changes.withdrawn), np.int64)
     removed = gone[snapshot.trie.places(gone) < 0]
     return Replayed(replace(snapshot, removed=removed, changes=changes), dropped)
+
+
+def with_own(
+    file: Snapshot, changes: Changes, own: Changes, centroids: Centroids | None
+) -> Changes:
+    """Add what only the log of a file itself has to the changes that another catalogue hands over.
+
+    What both say of an item is as the changes have it. An item that either withdrew is withdrawn,
+    unless the changes add it.
+
+    Args:
+        file: The file as it is now.
+        changes: Changes of the catalogue in service.
+        own: Changes in the file's own log.
+        centroids: Centroids in the folder of the file, if any.
+    """
+    if changes.base != file.content:
+        changes = _carried(file, changes, centroids, {})
+    own = _carried(file, own, centroids, {})
+    known = changes.added.keys() | changes.withdrawn | changes.removed
+    added = {item: new for item, new in own.added.items() if item not in known}
+    return replace(
+        changes,
+        added={**changes.added, **added},
+        withdrawn=changes.withdrawn | (own.withdrawn - changes.added.keys()),
+    )
 
 
 def _carried(

@@ -2,37 +2,48 @@
 
 from __future__ import annotations
 
-# Names of columns, letters and digits only: strong ones, then weak ones, which count if no column
-# has a strong one.
+# Names of columns, letters and digits only, without accents: strong ones, then weak ones, which
+# count if no column has a strong one.
 NAMES: dict[str, tuple[str, str]] = {
     "user": (
         "userid user uid customerid customer customerno customernumber visitorid visitor "
         "memberid member accountid clientid client reviewerid buyerid subscriberid shopperid "
         "profileid userpseudoid userkey useruuid personid distinctid "
         "nutzer nutzerid kunde kundenid kundennummer kundennr benutzer benutzerid "
+        "utilisateur idutilisateur idclient identifiantclient codeclient numeroclient "
+        "usuario idusuario usuarioid cliente idcliente clienteid utente idutente utenteid "
+        "ユーザーid ユーザid 会員番号 顧客id 顧客番号 пользователь покупатель клиент "
         "用户 用户id 用户编号 会员 会员id 会员编号 客户 客户id 顾客id 买家id",
-        "anonymousid fullvisitorid cookieid deviceid sessionid session domainuserid username "
+        "householdid householdkey anonymousid fullvisitorid cookieid deviceid sessionid session "
+        "domainuserid username externalid "
         "email useremail customeremail",
     ),
     "item": (
         "itemid item iid sku skuid productid product asin articleid article movieid contentid "
         "trackid songid videoid bookid isbn listingid offerid newsid postid adid documentid "
         "docid stockcode productcode productsku itemsku recipeid gameid filmid businessid "
-        "aid lineitemsku artikel artikelid artikelnummer artikelnr produkt produktid produktnummer "
+        "aid lineitemsku artikel artikelid artikelnummer artikelnr produkt produktid "
+        "produktnummer produit idproduit produitid codeproduit referenceproduit idarticle "
+        "producto idproducto productoid articulo idarticulo prodotto idprodotto prodottoid "
+        "articolo produto idproduto produtoid 商品番号 商品コード アイテムid товар идтовара "
         "商品 商品id 商品编号 商品编码 物品id 物品 产品id 视频id 文章id 内容id 歌曲id 电影id",
         "parentasin productkey itemkey variantid artistid",
     ),
     "time": (
         "timestamp time ts eventtime eventtimestamp createdat datetime occurredat unixreviewtime "
         "timestampms timestampus timestampns timems eventts eventtimems orderts ordertime "
-        "dateadded zeit zeitstempel zeitpunkt 时间 时间戳 行为时间 下单时间 点击时间",
+        "dateadded transactiontimestamp zeit zeitstempel zeitpunkt horodatage dateheure "
+        "dateetheure fechahora fechayhora dataora dataeora datahora датаивремя "
+        "日時 タイムスタンプ 購入日時 注文日時 时间 时间戳 行为时间 下单时间 点击时间",
         "date eventdate receivedat sentat updatedat invoicedate tdat orderdate purchasedate "
-        "reviewtime day datum bestelldatum dt tstamp collectortstamp derivedtstamp 日期",
+        "reviewtime day datum bestelldatum dt tstamp collectortstamp derivedtstamp fecha "
+        "время дата 日期 日付",
     ),
     "event": (
         "event eventtype eventname action actiontype behavior behaviour behaviortype "
         "behaviourtype interaction interactiontype activity "
-        "ereignis aktion 行为 行为类型 事件 事件类型 动作 操作类型",
+        "ereignis aktion aktivitat evenement typeevenement typedevenement evento tipoevento "
+        "tipodeevento accion イベント アクション событие 行为 行为类型 事件 事件类型 动作 操作类型",
         "type verb",
     ),
     "value": (

@@ -6,6 +6,7 @@ If two columns fit a role, it is an error that names both and the option that de
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,13 +16,14 @@ from npu_gr.core.errors import DataError
 from npu_gr.core.text_format import cut, quoted
 from npu_gr.dataset.cells import NUMBER, Cells, as_text, is_instant, is_text, pa, pc, without_point
 from npu_gr.dataset.column_names import IS_A, NAMES
-from npu_gr.dataset.row_filter import is_binary
-from npu_gr.dataset.time_parts import MARK, find_parts
+from npu_gr.dataset.row_filter import binary
+from npu_gr.dataset.time_parts import MARK, find_hour, find_parts
 
 NONE = "none"  # as the name in an option: the log has no such column
 _INTEGER = r"^\s*[+-]?(\d+|\d(\.\d+)?[eE]\+\d+)\s*$"  # a tool may have rounded it
 _COMMA = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+),\d+\s*$|^\s*[+-]?\d{1,3}(\.\d{3})*\s*$"
 _JSON_LIST = r"^\s*\[.*\]\s*$"
+_OBJECT = r"^\s*\{"  # of JSON
 _DATED = r"^\s*\d{4}-\d{2}-\d{2}([T ]|\s*$)"
 _MOST = 0.9  # share of the cells that must match a kind
 _MIN_RECUR = 2  # times that a value of a list occurs on average
@@ -77,7 +79,8 @@ def kind_of(array: Any) -> CellKind:
         is_one = pc.equal(pc.list_value_length(array), 1)
         if pa.types.is_nested(kind.value_type) or pc.mean(is_one).as_py() <= _MOST_ONE:
             return CellKind.LIST
-        return kind_of(pc.list_flatten(array.filter(is_one)))
+        one = pc.list_flatten(array.filter(is_one))
+        return CellKind.LIST if is_text(one) and _share(one, _OBJECT) >= _MOST else kind_of(one)
     if pa.types.is_integer(kind):
         return CellKind.INTEGER
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
@@ -185,6 +188,11 @@ def is_item_name(name: str) -> bool:
     return _plain(name) in NAMES["item"][0].split()
 
 
+def is_user_name(name: str) -> bool:
+    """Whether a column of this name is probably the user, or a session or device of one."""
+    return _plain(name) in " ".join(NAMES["user"]).split()
+
+
 def choose_title(columns: Mapping[str, Any], taken: Sequence[str]) -> Column | None:
     """Choose the column of a log that has the titles of items; None = there is none.
 
@@ -239,8 +247,9 @@ def unused_columns(columns: Mapping[str, Any], taken: Sequence[str]) -> list[dic
             else []
         )
         hint = ""
-        if is_binary(array):
-            hint = f"if 0 is shown and not clicked: --positive '{name}=1'"
+        if found_two := binary(array):
+            no, yes = found_two
+            hint = f"if {no} is shown and not clicked: --positive '{name}={yes}'"
         elif _plain(name) in " ".join(NAMES["value"]).split() and _fits("value", kind):
             hint = f"--value {name} uses it"
         elif _plain(name) in " ".join(NAMES["value"]).split():
@@ -360,6 +369,8 @@ def _time(
         return Column(MARK.join(parts_found), "their names", parts_found)
     found = _candidates("time", kinds)
     if len(found) == 1:
+        if hour := find_hour(columns, found[0]):
+            return Column(MARK.join((found[0], hour)), "their names", (found[0], hour))
         return Column(found[0], "its name")
     if found:
         raise _ambiguous("time", found, source, "--time")
@@ -419,12 +430,15 @@ def _fits(role: str, kind: CellKind) -> bool:
 
 
 def _plain(name: str) -> str:
-    """Return the last part of a dotted name, letters and digits only.
+    """Return the last part of a dotted name, letters and digits only, without accents.
 
     A part that begins with "$" is a type of MongoDB's extended JSON, such as `$numberLong`.
     """
-    name = re.sub(r"\.\$\w+$", "", name.lower())
-    return re.sub(r"[\W_]", "", name.rpartition(".")[2])
+    name = re.sub(r"\.\$\w+$", "", name.lower().rstrip(". "))
+    name = re.sub(r"[\W_]", "", name.rpartition(".")[2])
+    return unicodedata.normalize(
+        "NFC", re.sub("[\u0300-\u036f]", "", unicodedata.normalize("NFD", name))
+    )
 
 
 def _with_owner(name: str) -> str:

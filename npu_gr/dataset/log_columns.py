@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from npu_gr.core.errors import DataError
-from npu_gr.dataset.columns import Column, LogColumns, choose_log_columns
+from npu_gr.core.text_format import quoted
+from npu_gr.dataset.cells import as_text, pc
+from npu_gr.dataset.columns import CellKind, Column, LogColumns, choose_log_columns, kind_of
 from npu_gr.dataset.line_sources import Source
 from npu_gr.dataset.lines import NESTED
 from npu_gr.dataset.log_features import split_kind
@@ -57,7 +60,8 @@ def recognise_times(
     """Recognise the times of a log; None = it has none.
 
     Raises:
-        DataError: as `recognise`.
+        DataError: as `recognise`; or the times are places in an order, and another column has
+            times.
     """
     if time is None:
         return None
@@ -66,4 +70,21 @@ def recognise_times(
     name = f"{source.name}: {time.name}"
     sample = source.sample
     array = joined([sample[one] for one in time.parts]) if time.parts else sample[time.name]
-    return recognise(array, name, options.time_unit, options.time_format)
+    found = recognise(array, name, options.time_unit, options.time_format)
+    if found.least_us == 0 and found.is_guess and not options.time:
+        rivals = [one for one in sample if one != time.name and _has_times(sample[one])]
+        if rivals:
+            raise DataError(
+                f"{name} has small numbers, as places in an order, and {quoted(rivals[0])} has "
+                f"times: give --time {rivals[0]}, or --time {time.name} if it is the order"
+            )
+    return found
+
+
+def _has_times(array: Any) -> bool:
+    """Whether cells are dates, or numbers that are times since 1970."""
+    kind = kind_of(array)
+    if kind is not CellKind.INTEGER:
+        return kind is CellKind.TIME
+    texts = pc.drop_null(as_text(array))
+    return bool(pc.all(pc.match_substring_regex(texts, r"^1[0-9]{9}([0-9]{3}){0,3}$")).as_py())

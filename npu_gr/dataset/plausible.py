@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from npu_gr.core.text_format import quoted
+from npu_gr.dataset.columns import is_user_name
 from npu_gr.dataset.rejects import RejectReason
 
 MIN_EVENTS = 100  # fewer say nothing about shares
@@ -18,6 +20,9 @@ _MIN_USERS = 10
 _MOST_OF_ONE = 0.2  # share of the rows of one user
 _MOST_UNNAMED = 0.02  # and of a user whose name says that it is not known
 _UNNAMED = frozenset(("0", "-1", "-", "na", "n/a", "unknown", "guest", "anonymous", "undefined"))
+_LISTED = re.compile(r"[^\s|;,]+([|;,][^\s|;,]+)+$")
+_MARKS = re.compile(r"[|;,]")
+_MOST_NAMES = 10_000  # names that are looked at
 _MOST_OWN = 0.8  # share of items or users with one event
 
 
@@ -87,6 +92,22 @@ def findings(
         yield (
             "WARNING: rows that are not UTF-8 were rejected, so items with accents may be missing "
             "as a whole; give --encoding windows-1252 if the file was written on Windows"
+        )
+    no_user = manifest["rejected"].get(RejectReason.NO_USER, {}).get("rows", 0)
+    if rivals := [
+        one["name"] for one in manifest["unused"] if no_user and is_user_name(one["name"])
+    ]:
+        column = manifest["columns"]["user"]["name"]
+        yield (
+            f"WARNING: {no_user:,} rows without {quoted(column)} cannot be used; --user "
+            f"{column},{rivals[0]} names their users by {quoted(rivals[0])}"
+        )
+    lists = [name for name in items[:_MOST_NAMES] if _LISTED.match(name)]
+    parts = [part for name in lists for part in _MARKS.split(name)]
+    if 2 * len(lists) > min(len(items), _MOST_NAMES) and len(set(parts)) < len(parts):
+        yield (
+            f"WARNING: items such as {quoted(lists[0])} look like lists of items, and each list is "
+            "one item here; export a row for each item, or the list as JSON"
         )
     by_fold: dict[str, str] = {}
     for name in items:

@@ -57,6 +57,7 @@ from npu_gr.dataset.partitions import Partitioned, partitions
 from npu_gr.dataset.rejects import MAX_ROW_CHARS
 from npu_gr.dataset.unfold import find_list, unfolded
 
+MAX_LISTS = 3  # within each other, as {"orders": [{"line_items": [...]}]}
 SAMPLE_CELLS = 400_000  # of a sample; fewer rows, if they have more columns
 OTHERS = "; name other columns with --user, --item, --time ..."
 
@@ -326,11 +327,11 @@ def _of_text(
     return source
 
 
-def _unfolded(source: Source, scratch: Path) -> Source:
-    """Unfold the lists of objects of JSON lines, if rows have no other item."""
-    if not (column := find_list(source.sample)):
+def _unfolded(source: Source, scratch: Path, depth: int = 0) -> Source:
+    """Unfold the lists of JSON lines, if rows have no other item; also a list within a list."""
+    if depth == MAX_LISTS or not (column := find_list(source.sample)):
         return source
-    folders = [scratch / f"unfolded-{place}" for place in range(len(source.paths))]
+    folders = [scratch / f"unfolded-{depth}-{place}" for place in range(len(source.paths))]
     copies = [unfolded(path, column, to) for path, to in zip(source.paths, folders, strict=True)]
     found = JsonLinesSource(source.name, copies)
     found.notes += source.notes
@@ -338,7 +339,7 @@ def _unfolded(source: Source, scratch: Path) -> Source:
         f"each object of {quoted(column)} is a row, where a row has no item of its own; "
         "the numbers of rejected rows count these"
     )
-    return found
+    return _unfolded(found, scratch, depth + 1)
 
 
 def _read_table(paths: Sequence[Path], kind: str) -> Any:

@@ -22,6 +22,8 @@ _DATES = ("date", "eventdate", "orderdate", "purchasedate", "datum", "day", "日
 _CLOCKS = ("time", "eventtime", "clock", "timeofday", "uhrzeit", "zeit", "时间")
 _CLOCK = r"^\s*\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?\s*([AP]M)?\s*$"
 _WHOLE = r"^\s*\d{1,4}(\.0*)?\s*$"
+_DAY = r"^\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{4})\s*$"
+_HOUR = r"^\s*([01]?\d|2[0-3])\s*$"
 
 
 def find_parts(columns: Mapping[str, Any]) -> tuple[str, ...]:
@@ -47,6 +49,20 @@ def find_parts(columns: Mapping[str, Any]) -> tuple[str, ...]:
     return date, clock
 
 
+def find_hour(columns: Mapping[str, Any], date: str) -> str:
+    """Find the column of the hour for a column of dates, as folders `dt=.../hour=09` have; "" = no.
+
+    Args:
+        columns: The first cells of all columns, by name.
+        date: Name of the column of dates.
+    """
+    if not _all_match(columns[date], _DAY):
+        return ""
+    plain = {re.sub(r"[\W_]", "", name.lower()): name for name in columns}
+    hours = (plain[word] for word in _HOURS if word in plain)
+    return next((name for name in hours if _all_match(columns[name], _HOUR)), "")
+
+
 def joined(arrays: Sequence[Any]) -> Any:
     """Join the cells of the parts: Arrow arrays [n] -> an Arrow array of strings [n]."""
     columns = [as_text(array).to_pylist() for array in arrays]
@@ -58,7 +74,7 @@ def _join(cells: Sequence[str | None]) -> str | None:
     if len(parts) < len(cells):
         return None
     if len(parts) == 2:
-        return " ".join(parts)
+        return " ".join(parts) + (":00" if re.match(_HOUR, parts[1]) else "")
     numbers = [part.split(".")[0].rjust(2, "0") for part in parts]
     return "-".join(numbers[:3]) + "".join(f" {hour}:00" for hour in numbers[3:])
 
@@ -67,7 +83,8 @@ def joined_sql(cells: Sequence[tuple[str, str]]) -> str:
     """Return the SQL that joins cells as `joined` does; each is an expression and its type."""
     texts = [f"trim({text_sql(cell, kind)}, E' \\t\\r\\n')" for cell, kind in cells]
     if len(texts) == 2:
-        return f"({texts[0]} || ' ' || {texts[1]})"
+        end = f"CASE WHEN regexp_matches({texts[1]}, '{_HOUR}') THEN ':00' ELSE '' END"
+        return f"({texts[0]} || ' ' || {texts[1]} || {end})"
     numbers = [f"regexp_replace({text}, '\\.0*$', '')" for text in texts]
     padded = [f"lpad({one}, CAST(greatest(length({one}), 2) AS INTEGER), '0')" for one in numbers]
     hours = [f" || ' ' || {one} || ':00'" for one in padded[3:]]

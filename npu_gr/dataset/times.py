@@ -6,12 +6,13 @@ with another unit is rejected. Times without a zone are UTC.
     below 1e11  seconds (until the year 5138)      below 1e17  microseconds
     below 1e14  milliseconds                       above       nanoseconds
 
-Digits that are calendars in every row, and numbers of 30,000 to 60,000 with fractions (the days of
-a spreadsheet), are recognised first.
+Digits that are calendars in every row, and numbers of 30,000 to 60,000 with fractions or in a
+column of dates (the days of a spreadsheet), are recognised first.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ _PLAIN_ISO = r"^\d{4}-\d{2}-\d{2}([T ]\d{2}:\d{2}:\d{2}(\.\d{1,6})?)?$"
 _MOST = 2**63 - 1
 SERIAL = "days of a spreadsheet"
 _SERIALS = (30_000, 60_000)  # 1982 to 2064
+_IS_DATE = re.compile(r"(?i)date|datum|fecha|дата|日期|日付")  # names of columns of whole days
 _SERIAL_OF_1970 = 25_569
 _ROUNDED = r"^\d(\.\d+)?[eE]\+\d+$"
 
@@ -189,7 +191,9 @@ def recognise(array: Any, name: str, unit: str = "", pattern: str = "") -> TimeK
     if found := "" if pa.types.is_floating(array.type) else find_digits(texts):
         words = f"digits of a calendar ({found}), UTC assumed"
         return TimeKind(unit="", pattern=found, words=words)
-    if _SERIALS[0] <= size.min() and size.max() < _SERIALS[1] and (size % 1).any():
+    if (_SERIALS[0] <= size.min() and size.max() < _SERIALS[1]) and (
+        (size % 1).any() or _IS_DATE.search(name.rpartition(": ")[2])
+    ):
         return TimeKind(unit=SERIAL, words="days of a spreadsheet since 1899-12-30, UTC assumed")
     unit = list(UNITS)[int(np.bincount(np.digitize(size, _LIMITS), minlength=4).argmax())]
     words = f"{NAMES[unit]} since 1970, by the size of the numbers"

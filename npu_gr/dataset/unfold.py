@@ -2,7 +2,9 @@
 
 Segment's `Order Completed` has `properties.products`, Google Analytics `items`, Shopify
 `line_items`, OTTO `events`. A row is unfolded if it has no item of its own: each object of the list
-takes the place of the list, and its keys count where the row has none of that name.
+takes the place of the list, and its keys count where the row has none of that name. A list of names
+whose column is called like items (`content_ids`, `items`) becomes a column of one name
+(`content_id`, `item`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from npu_gr.dataset.lines import flat, json_object, read_lines
 
 
 def find_list(columns: Mapping[str, Any]) -> str:
-    """Find the list of objects that is the item of rows without another; "" = there is none.
+    """Find the list that has the items of rows without another; "" = there is none.
 
     Args:
         columns: The first cells of all columns, by name.
@@ -31,7 +33,7 @@ def find_list(columns: Mapping[str, Any]) -> str:
     own = [name for name in cells if is_item_name(name) and not is_list[name]]
     counts = {
         name: sum(
-            _has_item(cell)
+            _has_item(cell) or bool(cell and singular(name))
             for at, cell in enumerate(column)
             if all(cells[one][at] in (None, *MISSING) for one in own)
         )
@@ -40,6 +42,12 @@ def find_list(columns: Mapping[str, Any]) -> str:
     }
     best = max(counts, key=lambda name: counts[name], default="")
     return best if counts.get(best) else ""
+
+
+def singular(name: str) -> str:
+    """Return the name of one of a list's items, `item_id` of `item_ids`; "" = no such list."""
+    one = name.rpartition(".")[2].removesuffix("s")
+    return one if name.endswith("s") and is_item_name(one) else ""
 
 
 def _has_item(cell: list[Any] | None) -> bool:
@@ -71,14 +79,17 @@ def _parts(row: dict[str, Any], name: str) -> list[dict[str, Any]] | None:
     objects = inner.get(keys[-1]) if isinstance(inner, dict) else None
     if not isinstance(objects, list):
         return None
-    if not any(isinstance(one, dict) for one in objects) or any(
+    one_name = singular(keys[-1])
+    if not any(isinstance(one, dict) or one_name for one in objects) or any(
         is_item_name(key) and not isinstance(value, list) and str(value) not in MISSING
         for key, value in flat(row).items()
     ):
         return None
     outer = {key: value for key, value in inner.items() if key != keys[-1]}
-    # what is no object has no item, so its row is rejected, and counted
-    parts = [one if isinstance(one, dict) else {} for one in objects]
+    # what is neither an object nor a name has no item, so its row is rejected, and counted
+    parts = [
+        one if isinstance(one, dict) else {one_name: one} if one_name else {} for one in objects
+    ]
     return [_replaced(row, keys[:-1], one | outer) for one in parts]
 
 

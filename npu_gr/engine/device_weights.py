@@ -18,6 +18,7 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import StaleEntry
 from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.history_tokenizer import Tokens
+from npu_gr.model.hot_rows import RowReads
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.served_weights import Patch
 from npu_gr.model.weight_stamps import WeightStamps
@@ -62,6 +63,17 @@ class DeviceWeights:
             self._items = self._model.items.vectors()
         return self._items
 
+    def expect(self, rows: I64) -> None:
+        """Read rows [n] of a sharded checkpoint ahead of their pass; any thread, does not wait."""
+        if (sharded := self._model.items.sharded) is not None:
+            sharded.prefetch(rows)
+
+    @property
+    def row_reads(self) -> RowReads:
+        """Return the reads of item rows; all 0 unless the checkpoint is sharded."""
+        sharded = self._model.items.sharded
+        return RowReads() if sharded is None else sharded.reads
+
     def write_items(self, rows: I64, new: NewItems) -> None:
         """Write the vectors of new items into rows [n] that no request reads."""
         items = self._model.items
@@ -90,6 +102,9 @@ class DeviceWeights:
         if len(rows_ := patch.item_rows):
             folded = items.fold(self._backend.upload(rows_), patch.residuals.to(device))
             self._write_rows(rows_, folded)
+        if len(patch.restored):
+            assert items.sharded is not None
+            items.sharded.restore(patch.restored)
         if patch.reaches_new_items and self._new_items:
             new = NewItems.joined([*self._new_items.values()])
             self._write_rows(np.array([*self._new_items]), items.new_vectors(new))

@@ -269,7 +269,8 @@ class Ranking:
         return tokens
 
     def signal(self, user: UserKey, tokens: Tokens, num_candidates: int | None) -> Verdict:
-        """Start a prefill of the prefix, if the trigger decides so."""
+        """Start a prefill of the prefix, if the trigger decides so; read its item rows ahead."""
+        self.engine.weights.expect(tokens.rows)
         return self.relay.signal(user, tokens, num_candidates)
 
     @property

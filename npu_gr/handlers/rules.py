@@ -68,7 +68,8 @@ def apply(
         for item in pins.values():
             is_free |= ids == item
         ids, scores = ids[is_free], scores[is_free]
-    row_of = {item: row for row, item in enumerate(ids.tolist())} if pins else {}
+    rows = ids.tolist() if pins else []
+    row_of = {item: rows.index(item) for item in pins.values() if item in rows}
     if added := [item for item in pins.values() if item not in row_of]:
         row_of |= {item: row for row, item in enumerate(added, len(ids))}
         ids = np.append(ids, added)
@@ -213,7 +214,10 @@ class _Choice:
         for one in free:
             if len(chosen) == count:
                 break
-            if not any(column[one] in full for column, full in limits):
+            for column, full in limits:  # a generator in any() would double the time
+                if column[one] in full:
+                    break
+            else:
                 self._count(one)
                 chosen.append((one, 1.0))
         return chosen
@@ -258,7 +262,7 @@ class _Choice:
         for at, one in enumerate(tail):
             if len(drawn) == count:
                 break
-            for column, full in limits:  # a generator in any() would double the time
+            for column, full in limits:
                 if column[one] in full:
                     break
             else:

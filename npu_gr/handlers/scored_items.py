@@ -95,8 +95,11 @@ class ScoredItems:
             {plain_name(value): place for place, value in reversed([*enumerate(f.values)])}
             for f in self._config.item_features
         ]
-        sample = np.random.default_rng(0).permutation(len(vocabulary.ids))[:SAMPLED_ITEMS]
-        self._sampled_ids = vocabulary.ids[sample]
+        num_items = len(vocabulary.ids)
+        sample = np.random.default_rng(0).choice(
+            num_items, min(num_items, SAMPLED_ITEMS), replace=False, shuffle=False
+        )
+        self._sampled_ids = vocabulary.ids_of(sample)
         self._sampled_codes = (
             engine.model.codes.of_item[sample].cpu().numpy() if self._config.item_codes else None
         )

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from npu_gr.catalogue.centroids import Centroids
-from npu_gr.catalogue.change_log import NO_CHANGES, ChangeLog, Changes, log_path
+from npu_gr.catalogue.change_log import NO_CHANGES, ChangeLog, Changes, log_path, read_log
 from npu_gr.catalogue.filters import (
     Filter,
     allow_all,
@@ -35,7 +35,7 @@ from npu_gr.catalogue.filters import (
 )
 from npu_gr.catalogue.names import EMPTY, ItemNames, key_of
 from npu_gr.catalogue.records import read_items
-from npu_gr.catalogue.replay import Applied, applied, replay
+from npu_gr.catalogue.replay import Applied, applied, replay, with_own
 from npu_gr.catalogue.trie import Codebooks
 from npu_gr.catalogue.versions import Catalogue, Snapshot, make_snapshot
 from npu_gr.core.arrays import I64
@@ -184,6 +184,8 @@ class ServedCatalogue:
         self._log = None if path is None else ChangeLog(path)
         # changes of the catalogue in service that this one is to succeed; None = it is in service
         self.carried: Changes | None = None
+        # logs that this instance has written, and their last sequence numbers as it left them
+        self._left: dict[Path, int] = {}
 
     @contextmanager
     def pin(self) -> Iterator[tuple[Snapshot, Tables]]:
@@ -203,7 +205,7 @@ class ServedCatalogue:
             return snapshot.changes
 
     async def reload(
-        self, before: Before = accept_any, carried: Changes | None = None
+        self, before: Before = accept_any, predecessor: ServedCatalogue | None = None
     ) -> CatalogueInfo:
         """Serve the file and its names as they are now, with all changes.
 
@@ -211,8 +213,9 @@ class ServedCatalogue:
 
         Args:
             before: Awaited with the items of the new version; its errors prevent the version.
-            carried: Changes of the catalogue in service that this one is to succeed. None = those
-                of the current version, or at the start those in the log.
+            predecessor: The catalogue in service that this one is to succeed, whose changes it
+                gets, with what only its own log has if another instance wrote that. None = the
+                changes of the current version, or at the start those in the log.
 
         Raises:
             DataError: the file is invalid; the current version stays.
@@ -223,13 +226,17 @@ class ServedCatalogue:
         key_of({"the served catalogue": self.names, "the file": names})
         centroids = await asyncio.to_thread(Centroids.load, self._path.parent)
 
+        carried = None if predecessor is None else predecessor.changes
+
         def read() -> Snapshot:
-            changes = carried
-            if changes is None and not self._catalogue.is_empty:
+            file = self._read()
+            if carried is not None and predecessor is not None:
+                changes = _with_own_log(self._log, file, carried, predecessor, centroids)
+            elif not self._catalogue.is_empty:
                 changes = self.changes
-            elif changes is None:
+            else:
                 changes = NO_CHANGES if self._log is None else self._log.load()
-            snapshot, dropped = replay(self._read(), changes, centroids)
+            snapshot, dropped = replay(file, changes, centroids)
             if dropped:
                 item, why = next(iter(dropped.items()))
                 log.warning(
@@ -259,8 +266,11 @@ class ServedCatalogue:
             ours = self._log = theirs
         if ours is not None:
             await to_the_end(asyncio.to_thread(ours.take_over, theirs, self.changes))
+        self._left = dict(predecessor._left)
         if theirs is not ours:
             predecessor.close()
+            if theirs is not None:
+                self._left[theirs.path] = theirs.sequence
         self.carried = None
         predecessor.carried = self.changes  # so a rollback to it need not read its file again
 
@@ -422,3 +432,31 @@ class ServedCatalogue:
         """Return the number of semantic-ID paths of 1, 2, ... codes in the current version."""
         with self._catalogue.pin() as snapshot:
             return tuple(len(level) for level in snapshot.trie.token)
+
+
+def _with_own_log(
+    own: ChangeLog | None,
+    file: Snapshot,
+    carried: Changes,
+    predecessor: ServedCatalogue,
+    centroids: Centroids | None,
+) -> Changes:
+    """Add to the changes of a predecessor what only the own log has, if another wrote it.
+
+    Raises:
+        ConfigError: the own log is damaged.
+    """
+    theirs = predecessor._log
+    if own is None or (theirs is not None and theirs.path == own.path):
+        return carried
+    found = read_log(own.path)
+    if found is None or predecessor._left.get(own.path) == found.sequence:
+        return carried
+    changes = with_own(file, carried, found.changes, centroids)
+    if more := changes.withdrawn - carried.withdrawn - carried.removed:
+        log.warning(
+            "%s: %d items that only this log withdraws stay withdrawn, the first is %d; "
+            "restore those that are on sale again",
+            *(own.path, len(more), min(more)),
+        )
+    return changes

@@ -45,25 +45,21 @@ _DIRECT = 8  # most slots of a direct table per item; sparser ids use a binary s
 class ItemVocabulary:
     """The items that the model knows, trained and new. Immutable.
 
-    Nearly dense ids (a range of at most about `_DIRECT` ids per item) use one table look-up, others
-    a binary search: 16 k ids take tens of microseconds with the table, about a millisecond among
-    ten million sparse ids.
+    Ids without a gap, in order, need no memory. Other nearly dense ids (a range of at most about
+    `_DIRECT` ids per item) use one table look-up, the rest a binary search: 16 k ids take tens of
+    microseconds with the table, about a millisecond among ten million sparse ids.
     """
 
-    def __init__(self, ids: I64) -> None:
-        """Index the trained items: `ids` int64 [num_items], the id of each row, distinct, >= 0."""
+    def __init__(self, ids: I64, *, is_range: bool = False) -> None:
+        """Index the trained items.
+
+        Args:
+            ids: int64 [num_items] id of each row, distinct, >= 0.
+            is_range: Whether they are known to follow each other; then only the first is read.
+        """
         self.ids = ids
-        order = np.argsort(ids)
-        self._sorted = ids[order]
-        # one more entry, for ids beyond the largest
-        self._order = np.append(order, UNKNOWN)
-        self._found = np.append(self._sorted, UNKNOWN)
+        self._first_id = int(ids[0]) if is_range else None
         self._table: I64 | None = None
-        if len(ids) and int(self._sorted[-1] - self._sorted[0]) < _DIRECT * len(ids) + 1024:
-            # one slot an id from the smallest to the largest, and one at each end for ids outside
-            self._before = int(self._sorted[0]) - 1  # id of the first slot
-            self._table = np.full(int(self._sorted[-1]) - self._before + 2, UNKNOWN, np.int64)
-            self._table[ids - self._before] = np.arange(len(ids))
         self.number = 0  # of changes since the training
         self.weights: WeightStamps | None = None  # None = no delta has changed the weights
         # id of each row behind the trained ones, also of rows that `rows` does not find
@@ -71,6 +67,20 @@ class ItemVocabulary:
         self.stamps: I64 = self.new_ids  # digest of the content of each of these rows
         self._new_rows: I64 = self.new_ids  # rows of the new items, by ascending id
         self._new_sorted: I64 = self.new_ids
+        if not is_range:
+            self._index(ids)
+
+    def _index(self, ids: I64) -> None:
+        order = np.argsort(ids)
+        self._sorted = ids[order]
+        # one more entry, for ids beyond the largest
+        self._order = np.append(order, UNKNOWN)
+        self._found = np.append(self._sorted, UNKNOWN)
+        if len(ids) and int(self._sorted[-1] - self._sorted[0]) < _DIRECT * len(ids) + 1024:
+            # one slot an id from the smallest to the largest, and one at each end for ids outside
+            self._before = int(self._sorted[0]) - 1  # id of the first slot
+            self._table = np.full(int(self._sorted[-1]) - self._before + 2, UNKNOWN, np.int64)
+            self._table[ids - self._before] = np.arange(len(ids))
 
     def __len__(self) -> int:
         """Number of rows, trained and new."""
@@ -110,6 +120,9 @@ class ItemVocabulary:
 
     def trained_rows(self, ids: I64) -> I64:
         """Look up the row of each id, `UNKNOWN` if it was not in training. [n] -> [n]."""
+        if self._first_id is not None:
+            rows: I64 = ids - self._first_id
+            return np.where((rows >= 0) & (rows < len(self.ids)), rows, UNKNOWN)
         if self._table is not None:
             return self._table.take(ids - self._before, mode="clip")
         at = self._sorted.searchsorted(ids)
@@ -120,11 +133,14 @@ class ItemVocabulary:
     def ids_of(self, rows: I64) -> I64:
         """Look up the id of each row, [n] -> [n]."""
         if not len(self.new_ids):
-            return self.ids[rows]
+            return self._trained_ids(rows)
         is_new = rows >= len(self.ids)
-        found = self.ids[np.where(is_new, 0, rows)]
+        found = self._trained_ids(np.where(is_new, 0, rows))
         found[is_new] = self.new_ids[rows[is_new] - len(self.ids)]
         return found
+
+    def _trained_ids(self, rows: I64) -> I64:
+        return self.ids[rows] if self._first_id is None else rows + self._first_id
 
 
 NO_FEATURES = ModelFeatures()

@@ -48,8 +48,8 @@ _TORCH = TorchOps()  # differentiable, for training
 class HSTU(HSTUWeights):
     """The ranker's weights and its forward pass."""
 
-    def __init__(self, config: HSTUConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: HSTUConfig, *, has_item_rows: bool = True) -> None:
+        super().__init__(config, has_item_rows=has_item_rows)
         self._rows = InputRows(self)
         self.fused = FusedForwardCalls(self, self._rows, self._answer)
 

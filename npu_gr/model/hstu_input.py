@@ -22,6 +22,7 @@ from npu_gr.core.feature_schema.factors import NUM_FACTORS, ItemFactors
 from npu_gr.core.feature_schema.schema import OFS, Of
 from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues, ItemCodeRows, NewItems
+from npu_gr.model.hot_rows import HotRows
 from npu_gr.model.hstu_layer import ClockMix, HSTULayer, Segment, edges_of, head_mlp, head_norm
 
 
@@ -35,10 +36,16 @@ class HSTUWeights(nn.Module):
     factors_of_items: Tensor
     factors_of_actions: Tensor
 
-    def __init__(self, config: HSTUConfig) -> None:
+    def __init__(self, config: HSTUConfig, *, has_item_rows: bool = True) -> None:
+        """Make random weights.
+
+        Args:
+            config: Configuration of the model.
+            has_item_rows: Whether items have own rows; False = vectors of items are in files.
+        """
         super().__init__()
         self.config = config
-        self.item = nn.Embedding(config.num_items, config.dim)
+        self.item = nn.Embedding(config.num_items if has_item_rows else 0, config.dim)
         # last row: shown, not yet acted on
         self.action = nn.Embedding(len(config.actions) + 1, config.dim)
         self.feature = nn.ModuleList(
@@ -153,12 +160,16 @@ class HSTUWeights(nn.Module):
 
 
 class ItemVectors:
-    """The vectors of items: sums of their parts, or rows of the frozen table that serving reads."""
+    """The vectors of items: sums of their parts, or rows of what serving reads.
+
+    Serving reads a frozen table, or the rows of a sharded checkpoint.
+    """
 
     def __init__(self, model: HSTUWeights) -> None:
         self._model = model
         # frozen: [num_rows (+ 1 for NEXT), dim]; None = not frozen
         self.table: Tensor | None = None
+        self.sharded: HotRows | None = None  # set to serve a sharded checkpoint
         self._num_spare = 0  # rows for new items in the table
         # residual rows of a training step with row dropout, see `draw_kept`; None = all
         self.kept_rows: Tensor | None = None
@@ -249,12 +260,16 @@ class ItemVectors:
         self.table = None
 
     def rows(self, rows: Tensor) -> Tensor:
-        """Look up item vectors, in the frozen table if there is one: [...] rows -> [..., dim]."""
+        """Look up item vectors, in what serving reads if it serves: [...] rows -> [..., dim]."""
+        if self.sharded is not None:
+            return self.sharded.rows(rows).to(self._model.dtype)
         return self.embed(rows) if self.table is None else self.table[rows]
 
     @property
     def num_rows(self) -> int:
         """Number of item rows, including the spare ones."""
+        if self.sharded is not None:
+            return self.sharded.num_rows
         return self._model.config.num_items + self._num_spare
 
     @torch.inference_mode()
@@ -276,7 +291,10 @@ class ItemVectors:
 
     @torch.inference_mode()
     def write(self, rows: Tensor, vectors: Tensor) -> None:
-        """Write vectors, [n, dim], into rows of the frozen table that no pass reads now."""
+        """Write vectors, [n, dim], of rows that no pass reads now."""
+        if self.sharded is not None:
+            self.sharded.write(rows.cpu().numpy(), vectors)
+            return
         assert self.table is not None
         assert int(rows.max()) < len(self.table)
         self.table[rows] = vectors

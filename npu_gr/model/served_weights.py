@@ -3,7 +3,9 @@
     deltas on the way to the served one -> `Patch` (any thread) -> `write` (a device thread)
 
 Serving holds no residual rows of items, only the table of their sums. So the residuals of the rows
-that change are read from the checkpoint's file, which stays open, and from the deltas.
+that change are read from the checkpoint's file, which stays open, and from the deltas. A sharded
+checkpoint has no residuals: a row that no delta on the way has is served from its files again, and
+a delta that changes what items share is rejected.
 
 A prefix's keys and values depend on the vectors of the items of its history, and on all weights but
 those that only candidates read. `WeightStamps` says which delta last changed each; a fingerprint
@@ -28,7 +30,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from npu_gr.core.arrays import I64
+from npu_gr.core.errors import DeltaError
 from npu_gr.core.served import DeltaInfo
+from npu_gr.core.text_format import quoted
 from npu_gr.model.delta import (
     Delta,
     ModelIdentity,
@@ -41,9 +45,8 @@ from npu_gr.model.delta import (
 from npu_gr.model.delta_log import CHECKPOINT, DeltaLog, Link
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weight_stamps import WeightStamps
-from npu_gr.model.weights import WEIGHTS, combined, order_digest, weights_version
+from npu_gr.model.weights import RESIDUALS, WEIGHTS, combined, versions_of
 
-ITEM_ROWS = "item.weight"
 MOST_EARLIER = 8  # weights before of which stale prefixes are served
 # Weights that only candidates and NEXT read: no cached keys and values depend on them.
 _AFTER_PREFIX = (
@@ -70,9 +73,10 @@ class Patch(NamedTuple):
     """What a move to another delta writes; n = item rows."""
 
     way: list[Link]  # to the delta that is served afterwards
-    changes: Mapping[str, TensorChange]  # by name, without `ITEM_ROWS`; in the dtypes of the model
+    changes: Mapping[str, TensorChange]  # by name, without `RESIDUALS`; in the dtypes of the model
     item_rows: I64  # [n] ascending rows of the table of sums
     residuals: Tensor  # [n, dim] their residual rows
+    restored: I64  # [m] rows of a sharded checkpoint that no delta changes any more
     reaches_new_items: bool  # tables that items without residual rows share change too
     reaches_every_prefix: bool
     num_rows: int  # that deltas on the way have
@@ -80,7 +84,8 @@ class Patch(NamedTuple):
     @property
     def reaches_prefixes(self) -> bool:
         """Whether some prefixes have read what changes."""
-        return self.reaches_every_prefix or self.reaches_new_items or len(self.item_rows) > 0
+        num_rows = len(self.item_rows) + len(self.restored)
+        return self.reaches_every_prefix or self.reaches_new_items or num_rows > 0
 
 
 class ServedWeights:
@@ -97,8 +102,8 @@ class ServedWeights:
             CheckpointError: a file is missing, or the weights are not those of config.json.
         """
         self.log = log
-        self.base = weights_version(folder)
-        self._order = order_digest(folder)  # "" = it has no blend
+        # version that the first delta names, and digest of what deltas do not change; "" = nothing
+        self.base, self._rest = versions_of(folder)
         self.way: list[Link] = []  # the deltas that are applied, in order
         self.stamps: WeightStamps | None = None  # None = no delta since the model was opened
         self._file = os.open(folder / WEIGHTS, os.O_RDONLY | os.O_CLOEXEC)
@@ -152,8 +157,10 @@ class ServedWeights:
         state = self._model.state_dict()
         config = self._model.config
         dim = self._model.item.weight.shape[1]
-        residuals = state[ITEM_ROWS].new_empty(1, 1).expand(config.num_items, dim)
-        check_fits(delta, state | {ITEM_ROWS: residuals})
+        residuals = state[RESIDUALS].new_empty(1, 1).expand(config.num_items, dim)
+        check_fits(delta, state | {RESIDUALS: residuals})
+        if self._model.items.sharded is not None:
+            _check_shards(delta)
         tables = {
             f"feature_ids_{index}": state[f"feature.{index}.weight"]
             for index in range(len(config.item_features))
@@ -188,13 +195,17 @@ class ServedWeights:
         item_rows = self._item_rows(touched)
         # What leaves makes way for what was there before, which any older delta may have written.
         links = way if leaving else entering
-        own = touched.get(ITEM_ROWS, _NO_ROWS)
+        own = touched.get(RESIDUALS, _NO_ROWS)
         is_own = own is None or len(own) == len(item_rows)
-        residuals = self._values(ITEM_ROWS, item_rows, links if is_own else way, read)
+        residuals, is_changed = self._values(RESIDUALS, item_rows, links if is_own else way, read)
+        restored = _NO_ROWS
+        if self._model.items.sharded is not None:
+            restored, residuals = item_rows[~is_changed], residuals[torch.from_numpy(is_changed)]
+            item_rows = item_rows[is_changed]
         changes = {
-            name: TensorChange(rows, self._values(name, rows, links, read).to(state[name].dtype))
+            name: TensorChange(rows, self._values(name, rows, links, read)[0].to(state[name].dtype))
             for name, rows in touched.items()
-            if name != ITEM_ROWS
+            if name != RESIDUALS
         }
         others = [name for name in changes if not name.startswith((*_OF_ITEMS, *_SHARED))]
         return Patch(
@@ -202,6 +213,7 @@ class ServedWeights:
             changes,
             item_rows,
             residuals.to(self._model.dtype),
+            restored,
             any(name.startswith(_SHARED) for name in changes),
             any(not name.startswith(_AFTER_PREFIX) for name in others),
             sum(read[link.path].num_rows for link in (*leaving, *entering)),
@@ -209,29 +221,37 @@ class ServedWeights:
 
     def _values(
         self, name: str, rows: I64 | None, links: Sequence[Link], read: dict[Path, Delta]
-    ) -> Tensor:
-        """Return rows of a tensor, None = all, after these deltas of the checkpoint."""
+    ) -> tuple[Tensor, npt.NDArray[np.bool_]]:
+        """Return rows of a tensor, None = all, after these deltas, and which of them have one."""
         newest = read.get(links[-1].path) if links else None
         if newest and (change := newest.changes.get(name)) and _are_equal(change.rows, rows):
-            return change.values.clone()  # most often: neither the file nor older deltas are read
+            # most often: neither the file nor older deltas are read
+            count = len(change.values) if change.values.ndim else 1
+            return change.values.clone(), np.ones(count, np.bool_)
         with safe_open(f"/proc/self/fd/{self._file}", framework="pt") as file:
             base: Tensor = file.get_tensor(name)
         wanted = slice(None) if rows is None else torch.from_numpy(rows)
-        found = base[wanted].clone() if base.ndim else base.clone()
-        place: I64 = np.arange(len(base) if base.ndim else 1)
-        if rows is not None:
-            place = np.full(len(base), -1)
-            place[rows] = np.arange(len(rows))
+        if rows is not None and name == RESIDUALS and self._model.items.sharded is not None:
+            found = base.new_zeros(len(rows), base.shape[1])
+        else:
+            found = base[wanted].clone() if base.ndim else base.clone()
+        is_changed = np.zeros(len(found) if found.ndim else 1, np.bool_)
         for link in links:
             delta = read.get(link.path) or read_delta(link.path, is_checked=False)
             if (change := delta.changes.get(name)) is None:
                 continue
             if change.rows is None:
                 found.copy_(change.values[wanted] if base.ndim else change.values)
+                is_changed[:] = True
             else:
-                at = place[change.rows]
-                found[torch.from_numpy(at[at >= 0])] = change.values[torch.from_numpy(at >= 0)]
-        return found
+                at, places = change.rows, np.arange(len(change.rows))
+                if rows is not None:
+                    _, at, places = np.intersect1d(
+                        rows, change.rows, assume_unique=True, return_indices=True
+                    )
+                found[torch.from_numpy(at)] = change.values[torch.from_numpy(places)]
+                is_changed[at] = True
+        return found, is_changed
 
     def _item_rows(self, touched: Mapping[str, I64 | None]) -> I64:
         """Return the item rows whose sums change, ascending."""
@@ -266,9 +286,10 @@ class ServedWeights:
         before = self.current()
         number = next(_numbers)
         rows = before.rows
-        if len(patch.item_rows):
+        if len(patch.item_rows) + len(patch.restored):
             rows = rows.copy()
             rows[patch.item_rows] = number
+            rows[patch.restored] = number
         now_at = time.monotonic()
         earlier = ((now_at, before._replace(earlier=())), *before.earlier)
         return WeightStamps(
@@ -284,8 +305,26 @@ class ServedWeights:
         self.way = patch.way
 
     def combined(self) -> str:
-        """Return the version of the model: the digests of the served weights and of the blend."""
-        return combined(self.version, self._order)
+        """Return the version of the model: of the served weights, and of what deltas leave."""
+        return combined(self.version, self._rest)
+
+
+def _check_shards(delta: Delta) -> None:
+    """Check that a delta changes no more of items than some own rows.
+
+    Raises:
+        DeltaError: it does; the message names the tensor.
+    """
+    for name, (rows, _) in delta.changes.items():
+        is_own = name == RESIDUALS
+        if (rows is None) if is_own else name.startswith((*_OF_ITEMS, *_SHARED)):
+            why = (
+                "more than half of its rows change" if is_own else "rows of many items depend on it"
+            )
+            raise DeltaError(
+                f"delta {delta.manifest.sequence}: {quoted(name)}: {why}, and the checkpoint is "
+                "sharded; shard the new checkpoint (npu-gr shard), and reload"
+            )
 
 
 def _union(deltas: Sequence[Delta]) -> dict[str, I64 | None]:

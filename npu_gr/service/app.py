@@ -450,6 +450,7 @@ def observe(
             }
         )
         metrics.rank.observe_switch(lambda: versions.ranker().relay.settings.is_switched_off)
+        metrics.rank.observe_rows(lambda: versions.ranker().engine.weights.row_reads._asdict())
         metrics.rank.observe_items(
             lambda: versions.ranker().items.spare.num_known,
             lambda: versions.ranker().items.num_unscored,

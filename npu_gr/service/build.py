@@ -27,6 +27,7 @@ from npu_gr.core.names import ActionNames
 from npu_gr.core.served import AttentionWay, ModelInfo
 from npu_gr.engine.attention import possible
 from npu_gr.engine.beam_ways import BeamShape, choose_beam_ways
+from npu_gr.engine.device_weights import DeviceWeights
 from npu_gr.engine.generate_engine import GenerateEngine, Generator, layout_of
 from npu_gr.engine.kv_cache.arena import KVArena
 from npu_gr.engine.kv_cache.mooncake import MOST_VALUE_BYTES, open_pool
@@ -54,8 +55,11 @@ from npu_gr.model.delta import ModelIdentity
 from npu_gr.model.delta_log import DeltaLog
 from npu_gr.model.generative import GenerativeModel
 from npu_gr.model.history_tokenizer import ItemVocabulary
+from npu_gr.model.hot_rows import HotRows
+from npu_gr.model.hstu import HSTU
 from npu_gr.model.served_weights import ServedWeights
 from npu_gr.model.t5 import T5
+from npu_gr.model.weight_stamps import WeightStamps
 from npu_gr.model.weights import Checkpoint
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.relay.config import Calibration
@@ -138,7 +142,7 @@ async def open_ranking(
         if weights.combined() == serving.weights.combined():
             _check_cascade(config, serving.engine.model.config, serving.order)
             return _renamed(serving, names)
-        await asyncio.to_thread(check_ranker_fits, folder, backend)
+        await asyncio.to_thread(check_ranker_fits, folder, config, backend)
     checkpoint = await asyncio.to_thread(_placed, folder, config, backend, weights, names.key)
     version = weights.combined()
     shape = checkpoint.model.config
@@ -177,7 +181,9 @@ async def open_ranking(
             )
     pool, dram = tiers
     engine = RankEngine(checkpoint.model, backend, scheduler, pool.arena)
-    vocabulary = ItemVocabulary(checkpoint.item_ids)
+    rows = checkpoint.rows
+    is_range = rows is not None and rows.about.has_id_range
+    vocabulary = ItemVocabulary(checkpoint.item_ids, is_range=is_range)
     engine.objective_s = config.slo.objective_s(RANK.name)
     tried = await _attention(engine, backend, vocabulary, pool, version, config, serving)
     await verify(engine, vocabulary, pool, dram if config.relay.enabled else None, version, config)
@@ -359,23 +365,41 @@ def _placed(
     folder: Path, config: Config, backend: Backend, weights: ServedWeights, item_key: bytes
 ) -> Checkpoint:
     """Load the checkpoint to the device in the configured dtype, and freeze the item table."""
-    checkpoint = load_checkpoint(folder)
+    checkpoint = load_checkpoint(folder, is_served=True)
     identity = ModelIdentity.of(checkpoint.model.config, checkpoint.action_names, item_key)
     weights.serve(checkpoint.model, identity)
-    try:
-        weights.replay()
-    except DeltaError as error:
-        raise ConfigError(str(error)) from error
+    if checkpoint.rows is None:
+        try:
+            weights.replay()
+        except DeltaError as error:
+            raise ConfigError(str(error)) from error
     if config.relay.enabled and (reasons := inexact_fields(checkpoint.model.config)):
         raise ConfigError("; ".join(reasons))
     if config.dtype != "checkpoint":
         checkpoint.model.cast(getattr(torch, config.dtype))
     check_weights(checkpoint.model, f"checkpoint {folder}")
     model = checkpoint.model.to(backend.device).eval()
-    model.items.freeze(config.service.spare_items if model.config.scores_new_items else 0)
-    model.items.drop_residuals()
+    num_spare = config.service.spare_items if model.config.scores_new_items else 0
+    if checkpoint.rows is None:
+        model.items.freeze(num_spare)
+        model.items.drop_residuals()
+    else:
+        hot_bytes = config.models.hot_item_bytes
+        model.items.sharded = HotRows(checkpoint.rows, num_spare, hot_bytes, backend.device)
+        _replay_rows(model, weights, backend)
     backend.synchronize()  # before a device thread reads it in another stream
     return checkpoint
+
+
+def _replay_rows(model: HSTU, weights: ServedWeights, backend: Backend) -> None:
+    """Apply the deltas of a sharded checkpoint, whose item rows are not in the model."""
+    way, weights.way = weights.way, []
+    try:
+        patch = weights.patch(way)
+    except DeltaError as error:
+        raise ConfigError(str(error)) from error
+    DeviceWeights(model, backend).write(patch, WeightStamps.none(0))
+    weights.way = way
 
 
 async def open_generation(
@@ -452,7 +476,7 @@ async def open_generation(
     else:
         items = ServedCatalogue(section, scheduler, backend.device)
         try:
-            await items.reload(carried=None if serving is None else serving.items.changes)
+            await items.reload(predecessor=None if serving is None else serving.items)
         except (DataError, Unavailable) as error:
             raise ConfigError(f"generate.catalogue: {error}") from error
     await warm_up(section, engine, items)

@@ -39,11 +39,14 @@ class ServiceConfig(RankingConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Deltas of the ranker's weights."""
+    """Deltas of the ranker's weights, and the memory of its item rows."""
 
     # folder of deltas that this instance follows, and others may; absent: CHECKPOINT.deltas, which
     # only `POST /v1/models/delta` fills
     deltas_from: str | None = None
+    # memory of the device for the item rows of a sharded checkpoint that are read most; the kernel
+    # caches others in free memory of the host
+    hot_item_bytes: Bytes = 536_870_912
 
     def folder(self, checkpoint: str) -> Path:
         """Return the folder of the deltas of a checkpoint."""

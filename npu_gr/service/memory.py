@@ -82,6 +82,7 @@ def _sizes(config: Config) -> dict[str, int]:
         sizes["kv_cache.hbm_bytes"] = _on_host(config, config.kv_cache.hbm_bytes)
         sizes["kv_cache.dram_bytes"] = config.kv_cache.dram_bytes
         sizes["checkpoint"] = _file_bytes(Path(config.checkpoint))
+        sizes["models.hot_item_bytes"] = _on_host(config, _hot_bytes(config.checkpoint, config))
     if config.generate is not None:
         sizes["generate.hbm_bytes"] = _on_host(config, config.generate.hbm_bytes)
         sizes["generate.dram_bytes"] = config.generate.dram_bytes
@@ -94,22 +95,28 @@ def _on_host(config: Config, hbm_bytes: int | str) -> int:
     return hbm_bytes if config.backend == "cpu" and isinstance(hbm_bytes, int) else 0
 
 
-def check_ranker_fits(folder: Path, backend: Backend) -> None:
+def _hot_bytes(folder: Path | str, config: Config) -> int:
+    """Return the memory of item rows that are hot; 0 = the checkpoint is not sharded."""
+    return config.models.hot_item_bytes if any(Path(folder).glob("*.rows")) else 0
+
+
+def check_ranker_fits(folder: Path, config: Config, backend: Backend) -> None:
     """Check that a ranker can be loaded while another one serves.
 
     Args:
         folder: Folder of its checkpoint.
+        config: Memory of the item rows of a sharded one.
         backend: Backend of the device.
 
     Raises:
         ConfigError: free memory is too small; the message has the sizes.
     """
-    size = _file_bytes(folder)
+    size, hot = _file_bytes(folder), _hot_bytes(folder, config)
     if backend.free_bytes() is None:
-        _check_fits("checkpoint", folder, RANKER_LOADS * size, free_memory())
+        _check_fits("checkpoint", folder, RANKER_LOADS * size + hot, free_memory())
     else:
         _check_fits("checkpoint", folder, RANKER_ON_HOST * size, free_memory())
-        _check_fits("checkpoint", folder, RANKER_ON_DEVICE * size, _of_device(backend))
+        _check_fits("checkpoint", folder, RANKER_ON_DEVICE * size + hot, _of_device(backend))
 
 
 def check_generator_fits(folder: Path, config: Config, backend: Backend) -> None:

@@ -438,7 +438,7 @@ class Reload:
         if successor is not None and served is not None:
             if successor.carried is not served.changes:  # changed since this one was read
                 try:
-                    await successor.reload(carried=served.changes)
+                    await successor.reload(predecessor=served)
                 except DataError as error:
                     raise ConfigError(f"generate.catalogue: {error}") from error
             successor.follow = versions.follow

@@ -186,7 +186,7 @@ def seeded_tokens(
     per_event = shape.tokens_per_event
     num_events = max(-(-(num_tokens - features.num_user_tokens) // per_event), 1)
     events = Events.make(
-        vocabulary.ids[random.integers(0, shape.num_items, num_events)],
+        vocabulary.ids_of(random.integers(0, shape.num_items, num_events)),
         random.integers(0, len(shape.actions), num_events),
         np.cumsum(random.integers(0, 86_400, num_events)),
     )

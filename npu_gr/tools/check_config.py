@@ -233,7 +233,9 @@ def _ranker(folder: Path, config: Config) -> str:
     from npu_gr.engine.sanity import check_weights
     from npu_gr.model import weights
 
-    found = weights.load(folder)
+    found = weights.load(folder, is_served=True)
+    if found.rows is not None:
+        found.rows.check_all()
     check_weights(found.model, f"checkpoint {folder}")
     shape = found.model.config
     if config.recommend is not None:

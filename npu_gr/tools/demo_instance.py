@@ -21,7 +21,7 @@ from npu_gr.history_store.open import open_store
 from npu_gr.model.weights import load as load_checkpoint
 from npu_gr.service.config import Config, load
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0  # on a busy machine; a process that has ended is noticed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,9 @@ async def started(
                         return process
             await asyncio.sleep(0.1)
     await _end(process)
-    raise Unavailable(f"{name} did not start; its log: {log}")
+    said = (await asyncio.to_thread(log.read_text, errors="replace")).strip()
+    last = said.rpartition("\n")[2] or f"it said nothing in {START_TIMEOUT_S:.0f} s"
+    raise Unavailable(f"{name} did not start; its log: {log}, which ends with: {last}")
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

@@ -40,6 +40,7 @@ from benchmarks import (
     servers,
     shared_encoder,
     store,
+    tables,
     wire,
 )
 from benchmarks.frame import Line
@@ -100,6 +101,23 @@ def test_a_stream_of_deltas_leads_from_checkpoint_to_checkpoint(tmp_path: Path) 
     bodies = stream.bodies(Traffic(history_tokens=50, num_users=2), 0)
     first = np.array(bodies[0]["history"]["items"]) - FIRST_ID
     assert np.median(first) < shape.num_items / 8  # popular ones
+
+
+def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "WARM_BATCH", 500)
+    found = [
+        *tables.lines(rows=3000, hot_bytes=60_000, requests=4, folder=None, no_server=True, seed=0)
+    ]
+    checked(found)
+    cases = [line.case for line in found]
+    assert cases[:2] == ["open", "memory"]
+    assert [case.rpartition(": ")[2] for case in cases[2:5]] == [
+        "median",
+        "P99",
+        "distinct rows from disk a rank",
+    ]
+    assert found[1].ok
+    assert all(line.ours > 0 for line in found)
 
 
 def test_flops_by_hand() -> None:

@@ -220,3 +220,15 @@ def test_new_items_have_the_row_where_they_are_found(
 def test_no_ids_no_rows(spread: int) -> None:
     vocabulary = ItemVocabulary(np.arange(10, dtype=np.int64) * spread)
     assert vocabulary.rows(np.empty(0, np.int64)).tolist() == []
+
+
+def test_ids_that_follow_each_other_are_found_as_by_a_table() -> None:
+    trained = np.arange(40, 240, dtype=np.int64)
+    table, by_range = ItemVocabulary(trained), ItemVocabulary(trained, is_range=True)
+    asked = np.array([39, 40, 41, 239, 240, 0, -1, 10**12])
+    new = (np.array([7, 300]), np.array([1, 2]), np.array([0, 1]))
+    for one, other in ((table, by_range), (table.with_new(*new), by_range.with_new(*new))):
+        wanted = np.append(asked, [7, 300])
+        assert other.rows(wanted).tolist() == one.rows(wanted).tolist()
+        rows = np.arange(len(one))
+        assert other.ids_of(rows).tolist() == one.ids_of(rows).tolist()

@@ -8,8 +8,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from npu_gr.catalogue.change_log import ChangeLog, Changes, read_log
+from npu_gr.core.served import CatalogueChange
 from npu_gr.service.config import Config
 from tests.decoders import VARIANTS, saved
 from tests.engine.kv_cache.invariants import check_pool
@@ -158,3 +161,51 @@ async def test_what_cannot_be_served_changes_nothing(
         await reload(client)
         assert service.versions.ranker() is not ranker
         assert service.versions.generator() is generator
+
+
+async def test_no_item_comes_back_on_sale_with_another_site(tmp_path: Path) -> None:
+    file = Generators(tmp_path)
+
+    async def change(client: Client, **body: Any) -> None:
+        async with client.post("/v1/catalog/items", json=body) as response:
+            assert response.status == 200
+
+    async def serve(client: Client, name: str) -> None:
+        await gone(client)
+        file.name("decoder", catalogue=str(tmp_path / name), beam_width=64)
+        await reload(client)
+
+    async def withdrawn(name: str) -> set[int]:
+        found = await asyncio.to_thread(read_log, tmp_path / f"{name}.changes")
+        return set() if found is None else {*found.changes.withdrawn, *found.changes.removed}
+
+    for name in ("empty.jsonl", "two.jsonl"):
+        write_catalogue(tmp_path / name, num_items=50)
+    own = ChangeLog(tmp_path / "two.jsonl.changes")  # of an instance that has ended
+    gone_there = CatalogueChange(withdraw=np.array([3, 4]))
+    own.append(gone_there, Changes().then(gone_there))
+    own.close()
+    async with serving(tmp_path, read=file.read, **file.sections) as (client, service):
+        await change(client, withdraw=[7])
+        await serve(client, "empty.jsonl")
+        assert service.versions.generator().items.changes.withdrawn == {7}
+        assert await withdrawn("empty.jsonl") == {7}  # also after a restart with this site
+        await serve(client, "two.jsonl")
+        assert await withdrawn("two.jsonl") == {3, 4, 7}
+        answer = await generate(client, num_items=50)
+        assert not {3, 4, 7} & {*answer["items"]}
+        # a log that this instance has left brings nothing back that it has restored since
+        await serve(client, "empty.jsonl")
+        await change(client, restore=[3])
+        await serve(client, "two.jsonl")
+        assert await withdrawn("two.jsonl") == {4, 7}
+
+
+async def test_a_damaged_log_of_another_site_rejects_it(tmp_path: Path) -> None:
+    file = Generators(tmp_path)
+    write_catalogue(tmp_path / "two.jsonl", num_items=50)
+    (tmp_path / "two.jsonl.changes").write_text("no checksum\n")
+    async with serving(tmp_path, read=file.read, **file.sections) as (client, _):
+        file.name("decoder", catalogue=str(tmp_path / "two.jsonl"), beam_width=64)
+        answer = await reload(client, 422)
+        assert "two.jsonl.changes, line 1" in answer["detail"]

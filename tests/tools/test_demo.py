@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +15,14 @@ import pytest
 
 from npu_gr.catalogue.names import EMPTY
 from npu_gr.core import shipped
+from npu_gr.core.errors import Unavailable
 from npu_gr.dataset.files import Dataset
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.replay.convert import ModelVocabulary
 from npu_gr.replay.report import Latencies, Report
 from npu_gr.service.config import load
 from npu_gr.tools.demo import MadeDemo, longest_users, sum_up
+from npu_gr.tools.demo_instance import started
 from npu_gr.tools.demo_relay import (
     NUM_ITEMS,
     USERS,
@@ -188,3 +191,15 @@ def test_the_longest_users_are_those_with_the_most_events() -> None:
     log = Interactions(users, np.arange(8), np.ones(8), np.arange(8), ["a", "b", "c", "d", "never"])
     assert longest_users(log, 2) == {"c", "b"}
     assert longest_users(log, 9) == {"a", "b", "c", "d", "never"}
+
+
+async def test_a_process_that_does_not_start_says_why(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "print('first'); print('port 1 is in use'); raise SystemExit(2)",
+    ]
+    with pytest.raises(
+        Unavailable, match=r"it did not start; its log: .*ends with: port 1 is in use"
+    ):
+        await started("it", command, "http://127.0.0.1:1/", tmp_path / "log")

@@ -231,6 +231,10 @@ def test_three_commands_from_a_log_to_recommendations(
         monkeypatch.setattr(make, "side_by_side", one_after_the_other)
     said = command("train", "all", site / "data", "--out", site, *tiny)
     assert f"npu-gr serve --config {site / 'serve.yaml'}" in said
+    features = json.loads((site / "data" / "manifest.json").read_text())["features"]
+    first = next((one["name"] for one in features if one["kind"] == "one"), "brand")
+    rule = f'# rules: {{diversity: [{{by: "{first}", most: 2}}]}}'
+    assert rule in (site / "serve.yaml").read_text()
     if make_log is company_csv:
         again = command("train", "all", site / "data", "--out", site, *tiny)
         assert again.count("reusing version") == 3

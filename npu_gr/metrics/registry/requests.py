@@ -23,7 +23,7 @@ from npu_gr.core.history import HistoryReport
 from npu_gr.core.kinds import KINDS, MATCH, Kind
 from npu_gr.core.logs import exemplar
 from npu_gr.core.request import Answer, LeasedAnswer, Outcome, RankAnswer
-from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, children
+from npu_gr.metrics.registry.families import LATENCY_S, POWERS, Families, ReadCounter, children
 from npu_gr.metrics.slo import (
     ABANDONED,
     Counts,
@@ -355,6 +355,7 @@ class RankMetrics:
             "codes, or unscored.",
             ("state",),
         )
+        self._registry = make.registry
         self._spare_items = make.gauge(
             "spare_item_rows",
             "Rows of the ranker's table that new items can get: free ones, and those of items that "
@@ -383,6 +384,29 @@ class RankMetrics:
     def observe_switch(self, read: Callable[[], bool]) -> None:
         """Export whether self-checks have switched the prefix cache off, read at each scrape."""
         self._switched_off.set_function(read)
+
+    def observe_rows(self, read: Callable[[], Mapping[str, int]]) -> None:
+        """Export where item rows of a sharded checkpoint were read, at each scrape.
+
+        Args:
+            read: Returns the rows by `RowReads` field.
+        """
+        places = {"hits": "hot", "misses": "disk", "changed": "changed", "prefetched": "prefetched"}
+        ReadCounter(
+            self._registry,
+            "npu_gr_item_rows",
+            "Distinct item rows of passes by where they were: hot, on disk, changed by a delta; "
+            "and those read ahead at signals. 0 unless the checkpoint is sharded.",
+            "where",
+            lambda: {place: read()[field] for field, place in places.items()},
+        )
+        ReadCounter(
+            self._registry,
+            "npu_gr_item_rows_read_bytes",
+            "Bytes of item rows that were read from files.",
+            "where",
+            lambda: {"disk": read()["read_bytes"]},
+        )
 
     def observe_items(
         self, scored: Callable[[], int], unscored: Callable[[], int], spare: Callable[[], int]

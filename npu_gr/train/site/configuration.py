@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
@@ -50,6 +51,7 @@ def configuration(
     cascade: SiteCascade,
     *,
     is_evaluated: bool = False,
+    attribute: str = "brand",
 ) -> str:
     """Write the configuration of a site.
 
@@ -60,6 +62,7 @@ def configuration(
         cascade: Sources and order of `recommend`.
         is_evaluated: Whether to serve the evaluated models, which were trained without the newest
             events.
+        attribute: A feature of the items, for the example of a rule.
     """
     own = Path("evaluated") if is_evaluated else Path()
     repeats = f"{cascade.repeat_ratio:.0%} of the held-out events are repeats"
@@ -160,7 +163,8 @@ def configuration(
         lines.append(
             _line("  popular", popular, "fills up short retrievals, e.g. of unknown users")
         )
-        lines.append("  # rules: {diversity: [{by: brand, most: 2}]}  # and boost, pin, deny, cap")
+        rule = f"{{diversity: [{{by: {json.dumps(attribute, ensure_ascii=False)}, most: 2}}]}}"
+        lines.append(f"  # rules: {rule}  # and boost, pin, deny, cap")
     return "\n".join(lines) + "\n"
 
 

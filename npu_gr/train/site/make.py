@@ -305,7 +305,9 @@ def _finish(
     log = dataset.interactions()
     made_by = command.text
     cascade = _cascade(folder, made_by, log, options, parts, served)
-    configured = configuration(site, made_by, options, cascade).encode()
+    features = dataset.manifest["features"]
+    attribute = next((one["name"] for one in features if one["kind"] == "one"), "brand")
+    configured = configuration(site, made_by, options, cascade, attribute=attribute).encode()
     evaluated = configuration(site, made_by, options, cascade, is_evaluated=True).encode()
     for name, text in ((SERVE, configured), (EVALUATED_CONFIG, evaluated)):
         # check that the configuration loads, before it gets into service

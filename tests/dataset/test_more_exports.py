@@ -1,0 +1,168 @@
+"""More exports of shops: right without an option, or an error that names the option."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from npu_gr.core.errors import DataError
+from npu_gr.dataset import prepare
+from tests.dataset.test_exports import ROWS, at, of_cells, of_lines
+from tests.dataset.test_own_data import events, made
+
+GERMAN = [(u, i, e, at(s, "%d.%m.%Y"), at(s, "%H:%M:%S")) for u, i, s, e in ROWS]
+PLAIN = [(user, item, event, at(s)) for user, item, s, event in ROWS]
+EVERY = sorted((user, one, s, event) for user, item, s, event in ROWS for one in (item, "Z9"))
+
+RIGHT = {
+    "dots after abbreviations": of_cells(
+        "Kundennr.;Artikelnr.;Aktivität;Datum;Uhrzeit", GERMAN, ";"
+    ),
+    "French": of_cells("Identifiant client,Référence produit,Type d'événement,Horodatage", PLAIN),
+    "Spanish": of_cells("id_usuario,id_producto,evento,fecha", PLAIN),
+    "Italian": of_cells("id_utente,id_prodotto,evento,data_ora", PLAIN),
+    "Japanese": of_cells("ユーザーID,商品ID,イベント,日時", PLAIN),
+    "Russian": of_cells("пользователь,товар,событие,время", PLAIN),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_headers_of_more_languages(name: str, tmp_path: Path) -> None:
+    made(tmp_path, RIGHT[name])
+    assert events(tmp_path) == sorted(ROWS)
+
+
+LISTS = {
+    "names in JSON": of_lines(
+        [{"user_id": u, "ts": at(s), "event": e, "content_ids": [i, "Z9"]} for u, i, s, e in ROWS]
+    ),
+    "an object in a list in a list": of_lines(
+        [
+            {
+                "user_id": u,
+                "hits": [{"ts": at(s), "event": e, "product": [{"sku": i}, {"sku": "Z9"}]}],
+            }
+            for u, i, s, e in ROWS
+        ]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_items_are_rows(name: str, tmp_path: Path) -> None:
+    made(tmp_path, LISTS[name], "log.jsonl")
+    assert events(tmp_path) == EVERY
+
+
+def test_a_list_in_a_cell_is_rows_or_a_warning(tmp_path: Path) -> None:
+    rows = [(u, at(s), e, json.dumps([i, "Z9"]).replace('"', '""')) for u, i, s, e in ROWS]
+    made(tmp_path, of_cells("user_id,ts,event,skus", [(*row, f'"{cell}"') for *row, cell in rows]))
+    assert events(tmp_path) == EVERY
+    shutil.rmtree(tmp_path / "out")  # a dataset keeps its kind of actions
+    bars = of_cells("user_id,ts,sku", [(u, at(s), f"{i}|Z9") for u, i, s, _ in ROWS])
+    assert any("'A1|Z9' look like lists" in note for note in made(tmp_path, bars)["notes"])
+    sizes = of_cells("user_id,ts,sku", [(u, at(s), f"{i} | {s}") for u, i, s, _ in ROWS])
+    assert not any("look like lists" in note for note in made(tmp_path, sizes)["notes"])
+
+
+def asked(cells: list[str], column: str) -> str:
+    rows = [(u, i, at(s), cell) for (u, i, s, _), cell in zip(ROWS, cells, strict=True)]
+    return of_cells(f"user_id,sku,ts,{column}", rows)
+
+
+ASKED = [
+    ("purchased", ["0", "1", "0"], "--positive 'purchased=1'", "positive"),
+    ("is_like", ["False", "True", "False"], "--positive 'is_like=True'", "positive"),
+    ("clicked", ["no", "yes", "no"], "--positive 'clicked=yes'", "positive"),
+    ("geklickt", ["nein", "ja", "nein"], "--positive 'geklickt=ja'", "positive"),
+    ("event", ["0", "1", "0"], "--positive 'event=1'", "positive"),
+    ("rating", ["0", "1", "0"], "--positive 'rating=1'", "positive"),
+    ("is_cancelled", ["0", "1", "0"], "--drop 'is_cancelled=1'", "drop"),
+    ("returned", ["false", "true", "false"], "--drop 'returned=true'", "drop"),
+    ("refund_amount", ["0", "9.90", "0"], "--drop 'refund_amount>0'", "drop"),
+    ("Quantity", ["6", "-1", "2"], "--drop 'Quantity<0'", "drop"),
+    (
+        "transaction_type",
+        ["SALE", "REFUND", "SALE"],
+        "--drop 'transaction_type in (REFUND)'",
+        "drop",
+    ),
+    ("event", ["buy", "Order Refunded", "buy"], "--drop 'event in (Order Refunded)'", "drop"),
+]
+
+
+@pytest.mark.parametrize(("column", "cells", "words", "option"), ASKED)
+def test_rows_that_are_no_behaviour_are_asked_about(
+    column: str, cells: list[str], words: str, option: str, tmp_path: Path
+) -> None:
+    text = asked(cells, column)
+    with pytest.raises(DataError) as error:
+        made(tmp_path, text)
+    assert words in str(error.value)
+    condition = words.partition(" ")[2].strip("'")
+    kept = [(u, i) for (u, i, *_), cell in zip(ROWS, cells, strict=True) if cell == cells[1]]
+    if option == "drop":
+        kept = [(u, i) for (u, i, *_), cell in zip(ROWS, cells, strict=True) if cell != cells[1]]
+    options: dict[str, Any] = {option: (condition,)}
+    made(tmp_path, text, **options)  # what the message says
+    assert [(user, item) for user, item, *_ in events(tmp_path)] == kept
+    shutil.rmtree(tmp_path / "out")
+    options[option] = ("none",)
+    made(tmp_path, text, **options)
+    assert read_count(tmp_path) == len(ROWS)
+
+
+def read_count(tmp_path: Path) -> int:
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    return int(manifest["events"])
+
+
+@pytest.mark.parametrize(
+    ("column", "cells"),
+    [("is_new", ["0", "1", "0"]), ("Quantity", ["6", "1", "2"]), ("refund_amount", ["0", "0", ""])],
+)
+def test_other_columns_are_not_asked_about(column: str, cells: list[str], tmp_path: Path) -> None:
+    made(tmp_path, asked(cells, column))
+    assert read_count(tmp_path) == len(ROWS)
+
+
+def test_the_hour_of_a_folder_is_of_the_time(tmp_path: Path) -> None:
+    for hour, (user, item, _, event) in zip((9, 10, 11), ROWS, strict=True):
+        folder = tmp_path / "log" / "dt=2024-03-01" / f"hour={hour:02}"
+        folder.mkdir(parents=True)
+        (folder / "part.csv").write_text(of_cells("user_id,sku,event", [(user, item, event)]))
+    prepare(tmp_path / "log", tmp_path / "out")
+    wanted = [("u1", "A1", 0, "view"), ("u1", "B2", 7200, "purchase"), ("u2", "B2", 3600, "view")]
+    assert events(tmp_path) == wanted
+    # a time with its own clock, or another column of times, needs no hour
+    rows = [(u, i, e, at(s), "09", "2024-03-01") for u, i, s, e in ROWS]
+    made(tmp_path, of_cells("user_id,sku,event,ts,hour,date", rows))
+    assert events(tmp_path) == sorted(ROWS)
+
+
+def test_whole_days_of_a_spreadsheet(tmp_path: Path) -> None:
+    text = of_cells("user_id,sku,date", [("u1", "A", 45352), ("u1", "B", 45354)])
+    made(tmp_path, text)
+    assert [time for *_, time, _ in events(tmp_path)] == [-9 * 3600, 39 * 3600]
+
+
+def test_places_beside_times_are_asked_about(tmp_path: Path) -> None:
+    text = of_cells(
+        "user_id,sku,time,visitStart", [("u1", "A", 0, 1709283600), ("u1", "B", 60, "")]
+    )
+    with pytest.raises(DataError, match="'visitStart' has times: give --time visitStart, or"):
+        made(tmp_path, text)
+    made(tmp_path, text, time="time")
+    assert read_count(tmp_path) == 2
+
+
+def test_rows_without_a_user_name_the_column_that_has_one(tmp_path: Path) -> None:
+    text = of_cells("user_id,anonymous_id,sku,ts", [("u1", "a", "A", at(0)), ("", "b", "A", at(1))])
+    words = "--user user_id,anonymous_id names their users"
+    assert any(words in note for note in made(tmp_path, text)["notes"])
+    manifest = made(tmp_path, text, user="user_id,anonymous_id")
+    assert not any(words in note for note in manifest["notes"])
