@@ -1,4 +1,4 @@
-"""npu-gr simulate [run | fit-users | fit-device].
+"""npu-gr simulate [run | fit-users | fit-device] and plan.
 
 Each command imports what it needs when it runs.
 """
@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from npu_gr.cli.options import API_KEY, FILE, RunByDefault, wide_console
+from npu_gr.cli.options import (
+    API_KEY,
+    AS_JSON,
+    CONFIG,
+    FILE,
+    SET,
+    RunByDefault,
+    load_config,
+    wide_console,
+)
 from npu_gr.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -238,3 +247,102 @@ def fit_device_command(
     )
     write(profile, out)
     click.echo(f"fitted to {len(ranks)} ranks; written to {out}")
+
+
+@click.command(short_help="Size HBM, DRAM and pool for your users.")
+@CONFIG
+@SET
+@click.option("--log", type=FILE, help="Query log: who comes back when, with how long a history.")
+@click.option("--users", "users_path", type=FILE, help="Instead: model of `simulate fit-users`.")
+@click.option("--qps", type=float, help="Ranks a second of the fleet; default: those of the log.")
+@click.option(
+    "--duration-s", default=3600.0, show_default=True, help="With --users: time that is drawn."
+)
+@click.option(
+    "--sample-ratio",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="With --log: share of the users that the log has.",
+)
+@click.option(
+    "--signal-lead-ms",
+    default=50.0,
+    show_default=True,
+    help="With --log: time from signal to rank if the log has no signals; 0 = there are none.",
+)
+@click.option(
+    "--hits",
+    default=0.9,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share to find of the prefixes that unlimited memory would find.",
+)
+@click.option(
+    "--busy",
+    default=0.6,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of the time that a device may work.",
+)
+@AS_JSON
+def plan(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    log: Path | None,
+    users_path: Path | None,
+    qps: float | None,
+    duration_s: float,
+    sample_ratio: float,
+    signal_lead_ms: float,
+    hits: float,
+    busy: float,
+    as_json: bool,
+) -> None:
+    """Say how much HBM, DRAM and pool a fleet needs, how many instances, and what binds first.
+
+    Needs the result of `npu-gr calibrate` next to the configuration.
+    """
+    import msgspec
+
+    from npu_gr.core.settings import load
+    from npu_gr.model.weights import config_of
+    from npu_gr.replay.files import QueryLog
+    from npu_gr.replay.plan import ReplayOptions
+    from npu_gr.simulate.config import UsersConfig
+    from npu_gr.simulate.fit import requests_of
+    from npu_gr.simulate.memory import visits_of
+    from npu_gr.tools.plan import drawn, layout_of, make_plan, render, settings
+
+    config = load_config(config_path, overrides)
+    layout = layout_of(config)
+    if log is not None:
+        options = ReplayOptions(
+            base_url="http://planned",
+            signal_lead_s=signal_lead_ms * 1e-3 if signal_lead_ms else None,
+        )
+        traffic = list(requests_of(QueryLog(log), options))
+    elif users_path is not None and qps is not None:
+        traffic, sample_ratio = drawn(load(users_path, UsersConfig), qps, duration_s)
+    else:
+        raise ConfigError("plan: give --log, or --users with --qps")
+    shape = config_of(Path(config.checkpoint or ""))
+    found = make_plan(
+        config,
+        layout,
+        visits_of(
+            traffic,
+            config.service.max_history_tokens or shape.max_history_tokens,
+            config.service.cut_step_tokens,
+            shape.tokens_per_event,
+        ),
+        rate_per_s=qps,
+        sample_ratio=sample_ratio,
+        hits=hits,
+        busy=busy,
+    )
+    if as_json:
+        shown = {**msgspec.to_builtins(found), "kv_cache": settings(found)}
+        click.echo(json.dumps(shown, indent=2))
+    else:
+        wide_console().print(render(found))

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Generic
+from typing import Generic, Protocol, TypeVar
 
 from npu_gr.core.errors import ResourceError
 from npu_gr.core.history import UserKey
@@ -38,6 +38,8 @@ from npu_gr.relay.encoder import P
 
 log = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 CALLS = 4  # calls to the pool at a time, those given up but not ended among them
 MOST_WAITING = 4096  # prefixes that wait to be put; the oldest is dropped first
 RETRY_S = 5.0  # after a failure; also how old a bad bandwidth may be before it is measured again
@@ -45,17 +47,100 @@ ERASE_S = 1.0  # an erase that takes longer has failed
 NEW_WEIGHT = 1 / 4  # of the latest fetch in the moving average of the bandwidth
 
 
+class PoolCalls(Protocol):
+    """Calls to a pool for one model version, each of which ends by itself.
+
+    The futures raise `PoolFailed`; `get` raises `PoolMiss`, too.
+    """
+
+    def put(self, copy: DramEntry) -> asyncio.Future[object]:
+        """Keep a leased copy in the place of the user's earlier one."""
+        ...
+
+    def get(self, user: UserKey) -> asyncio.Future[StoredPrefix]:
+        """Return the checked value of a user."""
+        ...
+
+    def write(self, stored: StoredPrefix, copy: DramEntry) -> asyncio.Future[object]:
+        """Write the pages of a value into a reserved entry."""
+        ...
+
+    def erase(self, user: UserKey) -> asyncio.Future[object]:
+        """Remove all values of a user."""
+        ...
+
+    def stop(self) -> None:
+        """Start no more calls."""
+        ...
+
+
+class StoreCalls:
+    """Calls to a store, in threads."""
+
+    def __init__(self, store: PrefixStore, dram: DramStore, version: str) -> None:
+        self._store = store
+        self._dram = dram
+        self._version = version
+        self._threads = ThreadPoolExecutor(CALLS, "kv-pool")
+
+    def _call(self, work: Callable[[], R]) -> asyncio.Future[R]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def put(self, copy: DramEntry) -> asyncio.Future[object]:
+        """Pack the pages of a copy, and put them."""
+        key = copy.key
+        ttl_s = self._dram.ttl_s
+        arena = self._dram.arena
+
+        def work() -> object:
+            value = pack(arena, copy.runs, key, copy.num_tokens, time.time() + ttl_s)
+            name = value_name(key.user, key.model_version, key.layout_id)
+            return self._store.put(name, value, ttl_s)  # type: ignore[func-returns-value]
+
+        return self._call(work)
+
+    def get(self, user: UserKey) -> asyncio.Future[StoredPrefix]:
+        """Get and check a value."""
+        layout = self._dram.arena.layout
+        name = value_name(user, self._version, layout.layout_id)
+
+        def work() -> StoredPrefix:
+            value = self._store.get(name)
+            if value is None:
+                raise PoolMiss(Fetched.ABSENT)
+            return unpack(value, name, layout, time.time())
+
+        return self._call(work)
+
+    def write(self, stored: StoredPrefix, copy: DramEntry) -> asyncio.Future[object]:
+        """Write pages into the DRAM tier's arena."""
+        return self._call(partial(write, stored, self._dram.arena, copy.runs))
+
+    def erase(self, user: UserKey) -> asyncio.Future[object]:
+        """Remove all values of a user."""
+        return self._call(partial(self._store.erase, user_name(user)))
+
+    def stop(self) -> None:
+        """Start no more calls. Those that run end by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
 class PoolCopies(Generic[P]):
     """Puts, fetches and erases prefixes of one model version. Event loop only."""
 
     def __init__(
-        self, dram: DramStore, store: PrefixStore, version: str, background: BackgroundTasks
+        self,
+        dram: DramStore,
+        calls: PoolCalls,
+        version: str,
+        background: BackgroundTasks,
+        clock: Callable[[], float],
     ) -> None:
         self._dram = dram
-        self._store = store
+        self._pool = calls
         self._version = version
         self._background = background
-        self._threads = ThreadPoolExecutor(CALLS, "kv-pool")
+        self._clock = clock
         self._calls = 0
         self._waiting: dict[PrefixKey, DramEntry] = {}  # to be put, oldest first
         self._put_task: asyncio.Task[None] | None = None
@@ -69,17 +154,16 @@ class PoolCopies(Generic[P]):
         # Called with the end of each put.
         self.on_put: Callable[[bool], None] = lambda _is_kept: None
 
-    def _call(self, work: Callable[[], object]) -> asyncio.Future[object]:
-        """Run a call in a thread. It is counted until the thread ends."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+    def _counted(self, future: asyncio.Future[R]) -> asyncio.Future[R]:
+        """Count a call until it ends."""
         self._calls += 1
         future.add_done_callback(self._called)
         return future
 
-    def _called(self, future: asyncio.Future[object]) -> None:
+    def _called(self, future: asyncio.Future[R]) -> None:
         self._calls -= 1
         if not future.cancelled() and isinstance(future.exception(), PoolFailed):
-            self._closed_until = time.monotonic() + RETRY_S
+            self._closed_until = self._clock() + RETRY_S
 
     # ---- put
 
@@ -93,28 +177,20 @@ class PoolCopies(Generic[P]):
             self._put_task = self._background.start("pool", self._put_all)
 
     async def _put_all(self) -> None:
-        while self._waiting and self._closed_until <= time.monotonic():
+        while self._waiting and self._closed_until <= self._clock():
             key, copy = self._waiting.popitem()
             if not copy.is_dropped and self._dram.get(key) is copy:
-                await self._put(key, copy)
+                await self._put(copy)
         self._waiting.clear()  # after a failure: they lie in DRAM, and are put with their next use
 
-    async def _put(self, key: PrefixKey, copy: DramEntry) -> None:
-        ttl_s = self._dram.ttl_s
-        arena = self._dram.arena
-
-        def work() -> None:
-            value = pack(arena, copy.runs, key, copy.num_tokens, time.time() + ttl_s)
-            name = value_name(key.user, key.model_version, key.layout_id)
-            self._store.put(name, value, ttl_s)
-
+    async def _put(self, copy: DramEntry) -> None:
         lease = self._dram.lease(copy)
         lease.__enter__()
-        future = self._call(work)
-        # The thread reads the pages to its end, also if this task is cancelled.
+        future = self._counted(self._pool.put(copy))
+        # The call reads the pages to its end, also if this task is cancelled.
         future.add_done_callback(lambda _: lease.__exit__(None, None, None))
         ended = asyncio.get_running_loop().create_future()
-        self._putting = key.user, ended
+        self._putting = copy.key.user, ended
         try:
             await asyncio.wait({future})
         finally:
@@ -161,7 +237,7 @@ class PoolCopies(Generic[P]):
         return True
 
     def _declined(self, num_bytes: int, compute_s: float) -> Fetched | None:
-        now = time.monotonic()
+        now = self._clock()
         if now < self._closed_until:
             return Fetched.FAILED
         # One call is kept for erasing a user, one for putting.
@@ -174,18 +250,10 @@ class PoolCopies(Generic[P]):
 
     async def _fetch(self, user: UserKey, tokens: P, compute_s: float) -> Fetched:
         layout = self._dram.arena.layout
-        name = value_name(user, self._version, layout.layout_id)
-
-        def get() -> StoredPrefix:
-            value = self._store.get(name)
-            if value is None:
-                raise PoolMiss(Fetched.ABSENT)
-            return unpack(value, name, layout, time.time())
-
-        began_at = time.monotonic()
-        future = self._call(get)
+        began_at = self._clock()
+        future = self._counted(self._pool.get(user))
         await asyncio.wait({future}, timeout=compute_s)
-        took_s = max(time.monotonic() - began_at, 1e-6)
+        took_s = max(self._clock() - began_at, 1e-6)
         if not future.done():
             self._measured(layout.bytes(len(tokens)) / took_s)
             return Fetched.TIMEOUT
@@ -193,8 +261,7 @@ class PoolCopies(Generic[P]):
         if error is not None:
             return error.reason if isinstance(error, PoolMiss) else Fetched.FAILED
         stored = future.result()
-        assert isinstance(stored, StoredPrefix)
-        self._measured(len(stored.pages) / took_s)
+        self._measured(layout.bytes(stored.num_tokens) / took_s)
         if (
             stored.num_tokens > len(tokens)
             or tokens.fingerprint(stored.num_tokens) != stored.fingerprint
@@ -205,11 +272,11 @@ class PoolCopies(Generic[P]):
             copy = self._dram.reserve(key, stored.num_tokens)
         except ResourceError:
             return Fetched.NO_ROOM
-        writing = self._call(partial(write, stored, self._dram.arena, copy.runs))
+        writing = self._counted(self._pool.write(stored, copy))
         try:
             await asyncio.wait({writing})
         except BaseException:
-            # The thread writes the pages to its end.
+            # The call writes the pages to its end.
             writing.add_done_callback(lambda _: self._dram.abandon(copy))
             raise
         if writing.exception() is not None:
@@ -223,7 +290,7 @@ class PoolCopies(Generic[P]):
         self._bytes_per_s = (
             bytes_per_s if before is None else before + NEW_WEIGHT * (bytes_per_s - before)
         )
-        self._measured_at = time.monotonic()
+        self._measured_at = self._clock()
 
     # ---- erase and stop
 
@@ -236,15 +303,15 @@ class PoolCopies(Generic[P]):
         if (task := self._fetching.get(user)) is not None:
             task.cancel()
         self._waiting = {key: one for key, one in self._waiting.items() if key.user != user}
-        ends_at = time.monotonic() + ERASE_S
+        ends_at = self._clock() + ERASE_S
         if self._putting is not None and self._putting[0] == user:
             await asyncio.wait({self._putting[1]}, timeout=ERASE_S)
-        future = self._call(partial(self._store.erase, user_name(user)))
-        await asyncio.wait({future}, timeout=max(0.0, ends_at - time.monotonic()))
+        future = self._counted(self._pool.erase(user))
+        await asyncio.wait({future}, timeout=max(0.0, ends_at - self._clock()))
         if not future.done():
             raise PoolFailed(f"kv_cache.pool: the erase took longer than {ERASE_S:g} s")
         future.result()
 
     def stop(self) -> None:
         """Start no more calls. Those that run end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pool.stop()

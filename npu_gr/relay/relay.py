@@ -51,7 +51,7 @@ from npu_gr.relay.background import BackgroundTasks, Overwrites
 from npu_gr.relay.config import Calibration, LiveSettings, RelayConfig, TriggerConfig
 from npu_gr.relay.encoder import Encoder, P
 from npu_gr.relay.lookup import FoundPrefix, Inventory, LastSignals, PrefixFinder, RankTime
-from npu_gr.relay.pool_copies import PoolCopies
+from npu_gr.relay.pool_copies import PoolCalls, PoolCopies, StoreCalls
 from npu_gr.relay.prefill_admission import PrefillAdmission
 from npu_gr.relay.prefill_job import Adoption, PrefillKind
 from npu_gr.relay.prefill_manager import PrefillManager, PrefixFiller
@@ -91,6 +91,7 @@ class Relay(Generic[P]):
         calibration: Calibration | None = None,
         tenant_weights: Mapping[str, float] = NO_WEIGHTS,
         store: PrefixStore | None = None,
+        pool: PoolCalls | None = None,
     ) -> None:
         """Register for the erasures of the tiers. Nothing runs yet.
 
@@ -105,6 +106,7 @@ class Relay(Generic[P]):
                 settings have none.
             tenant_weights: Weights for the tenants' shares; a tenant without one has weight 1.
             store: The pool behind the DRAM tier; None = there is none.
+            pool: Calls to the pool, in the place of those to `store`, for a simulation.
         """
         self.tiers = tiers
         self._engine = engine
@@ -126,7 +128,9 @@ class Relay(Generic[P]):
         self.store = store
         self.pool_copies: PoolCopies[P] | None = None
         if store is not None and tiers.dram is not None:
-            self.pool_copies = PoolCopies(tiers.dram, store, model_version, self._background)
+            pool = StoreCalls(store, tiers.dram, model_version)
+        if pool is not None and tiers.dram is not None:
+            self.pool_copies = PoolCopies(tiers.dram, pool, model_version, self._background, clock)
             self.spills.on_copied = self.pool_copies.put
             self.spills.is_pooled = True
         self._signals = LastSignals(self.settings)

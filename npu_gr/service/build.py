@@ -74,17 +74,17 @@ M = TypeVar("M", Ranking, Generation)
 
 
 def kv_layout(
-    shape: HSTUConfig, config: Config, checkpoint: Checkpoint, backend: Backend
+    shape: HSTUConfig, config: Config, model_dtype: torch.dtype, backend: Backend
 ) -> KVLayout:
     """Make the page layout of a ranker's prefix KV.
 
     Args:
         shape: Shape of the model.
         config: Page size and dtype.
-        checkpoint: Checkpoint with the default dtype.
+        model_dtype: The default dtype.
         backend: Backend, whose kernels determine the arrangement of a page.
     """
-    dtype = config.kv_cache.dtype or str(checkpoint.model.dtype).removeprefix("torch.")
+    dtype = config.kv_cache.dtype or str(model_dtype).removeprefix("torch.")
     return KVLayout(
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
@@ -158,7 +158,7 @@ async def open_ranking(
             f"kv_cache.dtype: int8 is for backends cpu, cuda and reference: backend {backend.name} "
             "has no attention that reads it; use bfloat16"
         )
-    layout = kv_layout(shape, config, checkpoint, backend)
+    layout = kv_layout(shape, config, checkpoint.model.dtype, backend)
     if serving is None:
         test_pages = layout.pages(SELF_TEST_TOKENS)
         tiers = open_tiers(

@@ -10,7 +10,15 @@ import yaml
 
 from npu_gr.core.errors import ConfigError
 from npu_gr.core.setting_types import IN_BYTES
-from npu_gr.core.settings import Count, Positive, Ratio, Seconds, SecondsOrZero, load
+from npu_gr.core.settings import (
+    Count,
+    Positive,
+    Ratio,
+    Seconds,
+    SecondsOrZero,
+    SomeBytes,
+    load,
+)
 from npu_gr.engine.cost import CostModel
 from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
@@ -106,6 +114,14 @@ class UsersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("return_s: needed, because return_ratio is above 0")
 
 
+class PoolProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The pool behind the DRAM tiers of a fleet, which all instances share."""
+
+    num_bytes: SomeBytes  # the least recently put or fetched value is dropped for a new one
+    bytes_per_s: Positive  # of one call; calls do not slow each other down
+    call_s: SecondsOrZero = 0.0  # fixed part of a call
+
+
 class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of one run. The sections from `admission` on are those of an instance."""
 
@@ -131,6 +147,7 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     trigger: TriggerConfig = TriggerConfig()
     brownout: BrownoutConfig = BrownoutConfig()
     kv_cache: KVConfig = KVConfig()
+    pool: PoolProfile | None = None  # None = there is none
 
     def __post_init__(self) -> None:
         if self.warmup_s >= self.duration_s:
@@ -139,8 +156,11 @@ class SimulateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.kv_cache.pool is not None:
             raise ValueError(
-                "kv_cache.pool: there is no pool in a simulation, whose instances do not leave"
+                "kv_cache.pool: an address is no key of a simulation; its section pool has the "
+                "pool's size and speed"
             )
+        if self.pool is not None and not self.kv_cache.dram_bytes:
+            raise ValueError("pool: it needs a DRAM tier; set kv_cache.dram_bytes over 0")
         if self.kv_cache.dtype is not None:
             raise ValueError(
                 "kv_cache.dtype: no key of a simulation; device.kv_token_bytes are the bytes of a "

@@ -27,6 +27,7 @@ from npu_gr.route.placement import How, Member, Ring, bound, place
 from npu_gr.simulate import clock
 from npu_gr.simulate.config import DeviceProfile, SimulateConfig
 from npu_gr.simulate.instance import RankResult, SimulatedInstance
+from npu_gr.simulate.pool import SimulatedPool
 from npu_gr.simulate.users import TrafficRequest
 
 PERCENTILES = (50, 90, 99, 99.9)
@@ -58,6 +59,7 @@ class FleetResult:
     prefix_tokens: int = 0
     num_produced: int = 0  # prefills and reloads after signals
     num_wasted: int = 0  # prefills and reloads that no rank used
+    fetches: Counter[str] = field(default_factory=Counter)  # from the pool, by outcome
     busy_ratio: float = 0.0  # share of time that the devices work, mean
     busiest_ratio: float = 0.0  # share of time that the busiest device works
 
@@ -113,6 +115,7 @@ class FleetResult:
             "pre_infers": self.num_produced,
             "wasted_pre_infers": self.num_wasted,
             "wasted_ratio": self.wasted_ratio,
+            "pool_fetches": dict(self.fetches.most_common()),
             "device_busy_ratio": {"mean": self.busy_ratio, "highest": self.busiest_ratio},
         }
 
@@ -128,7 +131,10 @@ class Fleet:
         self._in_flight = Counter(dict.fromkeys(names, 0))
         simulated = min(config.sampled_instances or len(names), len(names))
         chosen = random.Random(config.seed).sample(names, simulated)  # noqa: S311  (a sample)
-        self.instances = {name: SimulatedInstance(config, profile, name) for name in sorted(chosen)}
+        self.pool = None if config.pool is None else SimulatedPool(config.pool)
+        self.instances = {
+            name: SimulatedInstance(config, profile, name, self.pool) for name in sorted(chosen)
+        }
         self._is_sampled = simulated < len(names)
         self._tasks: set[asyncio.Task[None]] = set()
         # user -> instance of a signal whose rank has not come yet
@@ -175,6 +181,8 @@ class Fleet:
         result.busiest_ratio = max(busy)
         result.num_produced = sum(one.num_produced for one in self.instances.values())
         result.num_wasted = sum(one.num_wasted for one in self.instances.values())
+        for one in self.instances.values():
+            result.fetches.update(one.fetches)
 
     async def _signal(self, request: TrafficRequest) -> None:
         has_room = self._has_room if self._config.load_factor else None
@@ -394,4 +402,5 @@ def _facts(found: FleetResult) -> list[tuple[str, str]]:
         ("signals", counts(dict(found.verdicts.most_common()))),
         ("routed", counts({str(key): value for key, value in found.how.most_common()})),
         ("prefills that no rank used", f"{found.num_wasted} of {found.num_produced}"),
+        ("fetches from the pool", counts(dict(found.fetches.most_common()))),
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from typing import NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ import msgspec
 from npu_gr.core.errors import DeadlineExceeded, NpuGrError, Overloaded
 from npu_gr.core.history import UserKey
 from npu_gr.core.kinds import RANK, SIGNAL
-from npu_gr.core.request import Outcome, Verdict
+from npu_gr.core.request import Fetched, Outcome, Verdict
 from npu_gr.engine.kv_cache.pages import KVLayout
 from npu_gr.engine.kv_cache.tiers import open_tiers
 from npu_gr.engine.scheduler import Scheduler
@@ -31,6 +32,7 @@ from npu_gr.simulate.device import (
     SimulatedPrefix,
     VirtualStreams,
 )
+from npu_gr.simulate.pool import SimulatedCalls, SimulatedPool
 from npu_gr.simulate.users import TrafficRequest
 
 _PRODUCING = (Verdict.PREINFER, Verdict.EXTEND, Verdict.RELOAD)
@@ -48,7 +50,13 @@ class RankResult(NamedTuple):
 class SimulatedInstance:
     """One instance. Create it inside the virtual loop; call `start`, and `stop` at the end."""
 
-    def __init__(self, config: SimulateConfig, profile: DeviceProfile, name: str) -> None:
+    def __init__(
+        self,
+        config: SimulateConfig,
+        profile: DeviceProfile,
+        name: str,
+        pool: SimulatedPool | None = None,
+    ) -> None:
         self.name = name
         self._config = config
         self._profile = profile
@@ -83,6 +91,11 @@ class SimulatedInstance:
             clock,
             config.calibration,
             config.admission.tenant_weights,
+            pool=(
+                None
+                if pool is None or self.tiers.dram is None
+                else SimulatedCalls(pool, self.tiers.dram)
+            ),
         )
         self._admission = AdmissionController(
             config.admission,
@@ -96,11 +109,14 @@ class SimulatedInstance:
         self.num_produced = 0  # prefills and reloads of signals
         self.num_first_used = 0  # prefixes that a rank has read
         self.num_dram_hits = 0
+        self.fetches = Counter[Fetched]()  # from the pool, by outcome
 
         def first_use(_waited_s: float) -> None:
             self.num_first_used += 1
 
         self.relay.on_first_use = first_use
+        if self.relay.pool_copies is not None:
+            self.relay.pool_copies.on_fetch = self._fetched
 
     def start(self) -> None:
         """Start to run passes, and to observe the load if brown-out is enabled."""
@@ -126,6 +142,10 @@ class SimulatedInstance:
         self.num_first_used = 0
         self.num_dram_hits = 0
         self.busy_s = 0.0
+        self.fetches.clear()
+
+    def _fetched(self, outcome: Fetched) -> None:
+        self.fetches[outcome] += 1
 
     def _worked(self, _kind: str, seconds: float) -> None:
         self.busy_s += seconds

@@ -10,7 +10,7 @@ import pytest
 
 from npu_gr.backend.base import Arrangement
 from npu_gr.core.errors import ConfigError
-from npu_gr.core.request import Outcome, Verdict
+from npu_gr.core.request import Fetched, Outcome, Verdict
 from npu_gr.core.settings import from_table
 from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.kv_cache.pages import KVLayout
@@ -24,6 +24,7 @@ from npu_gr.simulate.config import (
     DeviceProfile,
     Lateness,
     Lognormal,
+    PoolProfile,
     SimulateConfig,
     UsersConfig,
 )
@@ -271,7 +272,63 @@ async def test_a_simulated_user_takes_the_bytes_of_a_real_one(
         assert simulated.bytes(num_tokens) == real.bytes(num_tokens)
 
 
+def test_a_pool_brings_what_dram_has_lost_and_conserves_its_bytes() -> None:
+    """Every fetch ends once; what it brings lies in DRAM, and the pool never holds too much."""
+    users = msgspec.structs.replace(USERS, num_users=300)
+    found = list(traffic(80.0, 4.0, users))
+    small = config(kv_cache=KVConfig(hbm_bytes=600_000, dram_bytes=600_000), warmup_s=0.0)
+    profile = PoolProfile(num_bytes=2_000_000, bytes_per_s=1e9, call_s=1e-4)
+    slow = PoolProfile(num_bytes=2_000_000, bytes_per_s=1e6)
+    without, _ = run(small, found)
+    pooled, fleet = run(msgspec.structs.replace(small, pool=profile), found)
+    late, _ = run(msgspec.structs.replace(small, pool=slow), found)
+    pool = fleet.pool
+    assert pool is not None
+    held = [value.num_bytes for value in pool._values.values()]
+    assert sum(held) == pool.held_bytes <= profile.num_bytes
+    assert len(pool) < len({request.user for request in found})  # it was full
+    for instance in fleet.instances.values():
+        check_pool(instance.tiers.pool)
+        assert instance.tiers.dram is not None
+        check_dram(instance.tiers.dram)
+    hits = pooled.fetches[Fetched.HIT]
+    assert hits > 20
+    assert pooled.fetches[Fetched.ABSENT]
+    assert not without.fetches
+    # a hit is a reload in the place of a prefill
+    assert pooled.verdicts[Verdict.RELOAD] >= pooled.fetches.total() - pooled.fetches["busy"]
+    assert pooled.busy_ratio < without.busy_ratio
+    assert late.fetches[Fetched.HIT] < hits / 4
+    assert late.fetches[Fetched.TIMEOUT] + late.fetches[Fetched.SLOWER] > 0
+    assert pooled.num_ranks == without.num_ranks == late.num_ranks
+
+
+def test_a_value_of_the_pool_expires() -> None:
+    found = [TrafficRequest(at, kind, user, 300, 10) for at, kind, user in (
+        (1.0, "rank", "a"), (2.0, "rank", "b"), (3.0, "signal", "a"), (19.0, "rank", "b"),
+        (20.0, "signal", "a"), (21.0, "rank", "a"),
+    )]  # fmt: skip
+    kv_cache = KVConfig(
+        hbm_bytes=400 * TOKEN_BYTES,
+        dram_bytes=400 * TOKEN_BYTES,
+        dram_ttl_s=5.0,
+        dram_ttl_jitter_ratio=0.0,
+    )
+    settings = config(
+        kv_cache=kv_cache,
+        duration_s=30.0,
+        warmup_s=0.0,
+        relay=RelayConfig(t_life_s=1.0),
+        pool=PoolProfile(num_bytes=10**6, bytes_per_s=1e9),
+    )
+    outcomes, _ = run(settings, found)
+    assert outcomes.fetches == {Fetched.HIT: 1, Fetched.EXPIRED: 1}
+
+
 def test_what_a_simulation_does_not_have_is_rejected() -> None:
     for key, value in (("pool", "mooncake://127.0.0.1:50051"), ("dtype", "int8")):
         with pytest.raises(ConfigError, match=rf"kv_cache\.{key}"):
             from_table({"device": "d", "kv_cache": {key: value}}, SimulateConfig)
+    pool = {"num_bytes": 1, "bytes_per_s": 1.0}
+    with pytest.raises(ConfigError, match="it needs a DRAM tier"):
+        from_table({"device": "d", "kv_cache": {"dram_bytes": 0}, "pool": pool}, SimulateConfig)
