@@ -51,6 +51,7 @@ BENCHES = {
     "protocols": "benchmarks.protocols",
     "door": "benchmarks.door",
     "quality": "benchmarks.quality",
+    "large": "benchmarks.large",
     "match-train": "benchmarks.match_train",
 }
 OLD_NAMES = {"trunk": "shared_encoder", "twin": "emulator"}  # that still work

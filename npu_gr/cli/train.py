@@ -151,7 +151,7 @@ def train_all(
     than every baseline (only with --fail-below-baseline).
     """
     from npu_gr.dataset.files import read_dataset
-    from npu_gr.tools.served_quality import served_hit_ratio
+    from npu_gr.tools.served_quality import served_ranks
     from npu_gr.train.distributed import reject_ranks
     from npu_gr.train.site.configuration import SERVE
     from npu_gr.train.site.loaded import note_loaded
@@ -168,7 +168,7 @@ def train_all(
             threads,
             wide_console(),
             preset,
-            served_hit_ratio,
+            served_ranks,
             like=like,
             tensorboard=tensorboard,
         )

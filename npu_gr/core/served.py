@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -195,3 +195,26 @@ class LookedUpItems(NamedTuple):
     basis: str  # what they rest on
     items: I64  # [n] external ids
     scores: F32  # [n]; NaN = the basis has none
+
+
+class ShadowInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A ranker that scores next to the served one; figures are means of the newest ranks.
+
+    Differences are from the ranker that served first to the other one.
+    """
+
+    state: Literal["none", "scoring", "guarding"]  # guarding = it was promoted, and is watched
+    path: str = ""  # its checkpoint
+    version: str = ""
+    against: str = ""  # version of the other ranker
+    share: float = 0.0
+    scored: int = 0
+    skipped: dict[str, int] = {}  # by reason
+    top_overlap: float | None = None  # of the ten best items
+    same_first: float | None = None
+    correlation: float | None = None
+    mean_difference: float | None = None  # in standard deviations of the first's scores
+    median_drift: float | None = None  # largest difference within a rank, in the same unit
+    answers: str = ""  # folder with both rankers' answers; "" = nothing is recorded
+    guarded_for_s: float | None = None  # left of the time for which the guard watches
+    rolled_back: str = ""  # why the guard rolled the last promotion back

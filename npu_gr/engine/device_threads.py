@@ -176,6 +176,11 @@ class Streams:
         if self.queue.withdraw(job):
             self._deliver([(job, JobResult(None, 0.0, 0.0, steps=job.ran))])
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no stream runs a pass."""
+        return all(ends_at == float("-inf") for ends_at in self._pass_ends_at)
+
     def wait_s(self, within_s: float) -> float:
         """Estimate the seconds that a request arriving now would wait for a free stream.
 

@@ -136,6 +136,13 @@ class RankPass(msgspec.Struct, frozen=True, eq=False):
         )
 
 
+class PrefillPass(NamedTuple):
+    """One pass of the encoding of a history, after which the pages hold all of its tokens."""
+
+    work: RankPass
+    estimate_s: float  # device seconds
+
+
 class RankScores(NamedTuple):
     """The scores of a rank, and its times in seconds."""
 
@@ -363,31 +370,43 @@ class RankEngine(PageJobs):
             Overloaded, DeadlineExceeded, DeviceError: as `Scheduler.sequence`.
             StaleEntry: a delta has changed what the tokens read since they were made.
         """
-        layout = self.arena.layout.prefix
-        needed = _first_needed(tokens, layout)
+        chunk_tokens = self.scheduler.config.prefill_chunk_tokens
+        most = min(chunk_tokens, order.step_tokens or chunk_tokens)
+        passes = self.prefill_passes(tokens, keep, most, first_token)
 
         def encode(work: RankPass) -> None:
             (done,) = self._ranked([work])
             if isinstance(done, StaleEntry):
                 raise done
 
-        def step(start: int, stop: int) -> JobStep:
-            cached = CachedPrefix(keep, start, needed if start >= needed else 0) if start else None
-            work = RankPass(tokens[:stop], 0, _NO_ROWS, 0, cached=cached, keep=keep)
-            return JobStep(partial(encode, work), self.cost.pass_s(stop - start, start, 0))
+        steps = [JobStep(partial(encode, one.work), one.estimate_s) for one in passes]
+        done = await self.scheduler.sequence(
+            steps, deadline_at, order, preemptible=True, kind="prefill"
+        )
+        return len(passes[done.steps - 1].work.tokens) if done.steps else first_token
 
-        # The user's own tokens are never split.
-        chunk_tokens = self.scheduler.config.prefill_chunk_tokens
-        most = max(min(chunk_tokens, order.step_tokens or chunk_tokens), tokens.num_user)
+    def prefill_passes(
+        self, tokens: Tokens, keep: tuple[PageRun, ...], most_tokens: int, first_token: int = 0
+    ) -> list[PrefillPass]:
+        """Cut the encoding of a history into passes.
+
+        Args:
+            tokens, keep, first_token: As of `prefill`.
+            most_tokens: Most tokens of a pass. The user's own tokens are never split.
+        """
+        layout = self.arena.layout.prefix
+        needed = _first_needed(tokens, layout)
+        most = max(most_tokens, tokens.num_user)
         parts = list(chunks(first_token, len(tokens), most))
         if first_token < needed:
             first = chunks(first_token, layout.first_end, most)
             parts = [*first, *chunks(needed, len(tokens), most)]
-        steps = [step(start, stop) for start, stop in parts]
-        done = await self.scheduler.sequence(
-            steps, deadline_at, order, preemptible=True, kind="prefill"
-        )
-        return parts[done.steps - 1][1] if done.steps else first_token
+        passes = []
+        for start, stop in parts:
+            cached = CachedPrefix(keep, start, needed if start >= needed else 0) if start else None
+            work = RankPass(tokens[:stop], 0, _NO_ROWS, 0, cached=cached, keep=keep)
+            passes.append(PrefillPass(work, self.cost.pass_s(stop - start, start, 0)))
+        return passes
 
     async def rank(
         self, work: RankPass, deadline_at: float, arrived_at: float | None = None, tenant: str = ""

@@ -288,6 +288,11 @@ class Scheduler:
             self.on_batch(kind, len(jobs), sum(job.demand.tokens + job.demand.rows for job in jobs))
 
 
+def is_idle(scheduler: Scheduler) -> bool:
+    """Return whether no job waits and no pass runs."""
+    return not scheduler.depth and scheduler._streams.is_idle
+
+
 async def alone(scheduler: Scheduler, function: Callable[[], T], pause: Callable[[], None]) -> T:
     """Run `function` while no pass runs on any stream, ahead of all waiting jobs.
 

@@ -1,4 +1,4 @@
-"""The interface of handlers, which answer admitted requests of one kind, and of admission."""
+"""The interfaces of handlers, which answer admitted requests, of admission, and of the shadow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from npu_gr.core.errors import NotFound
 from npu_gr.core.request import Answer, Request
+from npu_gr.core.served import ShadowInfo
 
 Q_contra = TypeVar("Q_contra", bound=Request, contravariant=True)
 A_co = TypeVar("A_co", bound=Answer, covariant=True)
@@ -123,3 +125,43 @@ class KindJob(Protocol[Q_contra, A_co]):
     async def stop(self) -> None:
         """Stop background work."""
         ...
+
+
+class ShadowAdmin(Protocol):
+    """The shadow of the ranker, implemented by `npu_gr.service.shadow`."""
+
+    def info(self) -> ShadowInfo:
+        """Describe the shadow and what it showed."""
+        ...
+
+    async def open(self, path: str, share: float) -> ShadowInfo:
+        """Let the ranker of a folder score a share of the users' ranks. Raises Unprocessable."""
+        ...
+
+    async def drop(self) -> ShadowInfo:
+        """Free the shadow. Raises NotFound."""
+        ...
+
+    async def promote(self) -> ShadowInfo:
+        """Serve the shadow. Raises NotFound, Unprocessable, Unavailable."""
+        ...
+
+
+class NoShadow:
+    """The shadow of an instance without a ranker: every change is NotFound."""
+
+    def info(self) -> ShadowInfo:
+        return ShadowInfo(state="none")
+
+    async def open(self, path: str, share: float) -> ShadowInfo:
+        raise self._missing()
+
+    async def drop(self) -> ShadowInfo:
+        raise self._missing()
+
+    async def promote(self) -> ShadowInfo:
+        raise self._missing()
+
+    @staticmethod
+    def _missing() -> NotFound:
+        return NotFound("this instance has no ranker, so it takes no shadow")

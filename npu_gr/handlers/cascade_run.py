@@ -458,6 +458,7 @@ class CascadeRun:
             self._report("rank", result_of("rank", error), began_at, 0)
             return None
         self._parts.metrics.rank.answered(ranked)
+        self._ranking.on_ranked(request, self._history, ranked)
         self._parts.metrics.requests.answered(RANK, ranked, time.monotonic() - began_at)
         self._report(
             "rank", StageResult.PARTIAL if is_partial else StageResult.OK, began_at, len(items)

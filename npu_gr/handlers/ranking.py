@@ -153,6 +153,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Known = np.ndarray[Any, np.dtype[np.bool_]] | None  # [c] whether candidates are known; None = all
 NOTHING: I64 = np.empty(0, np.int64)
+OnRanked = Callable[[RankRequest, UserHistory, RankAnswer], None]
+
+
+def unobserved(_request: RankRequest, _history: UserHistory, _answer: RankAnswer) -> None:
+    """Do nothing with an answered rank."""
 
 
 class Ranking:
@@ -200,6 +205,9 @@ class Ranking:
         self.relay = relay
         self._metrics = metrics
         self._selfcheck = SelfCheck(engine, relay, metrics)
+        self.selfchecks = self._selfcheck.counts
+        # called with each answered rank, e.g. to score it with a shadow too
+        self.on_ranked: OnRanked = unobserved
         self.use = InUse()
 
     def reconfigure(self, config: RankingConfig) -> None:
@@ -492,9 +500,15 @@ class SelfCheck:
         self._random = np.random.default_rng(0)
         self._background: set[asyncio.Task[None]] = set()
         self._checked: set[UserKey] = set()  # users of running checks
+        self.num_checked = 0  # since the start of this version
+        self.num_failed = 0
         self._num_failed = 0  # in a row
         self._all_until_at = 0.0  # instant until which all cached ranks are checked
         self._moved_at = -math.inf  # instant of the last change of the weights; inf = it runs now
+
+    def counts(self) -> tuple[int, int]:
+        """Return the checks of this version that ended, and how many of them failed."""
+        return self.num_checked, self.num_failed
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -545,6 +559,8 @@ class SelfCheck:
             failed = not drift <= config.selfcheck_max_drift
             is_coarse = not rounding <= config.selfcheck_max_int8_drift
             self._metrics.rank.drifted(drift, failed or is_coarse)
+            self.num_checked += 1
+            self.num_failed += failed or is_coarse
             if failed:
                 await self._failed(work, cold, user, drift, config.selfcheck_max_drift)
             elif is_coarse:

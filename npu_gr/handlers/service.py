@@ -30,7 +30,14 @@ from npu_gr.core.served import ModelInfo
 from npu_gr.core.settings import LiveConfig, to_table
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.handlers.admin import CatalogueOfGenerator, VectorsOfMatch
-from npu_gr.handlers.base import AdmissionControl, Call, HeldPermit, KindJob
+from npu_gr.handlers.base import (
+    AdmissionControl,
+    Call,
+    HeldPermit,
+    KindJob,
+    NoShadow,
+    ShadowAdmin,
+)
 from npu_gr.handlers.deltas import Deltas
 from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.lookups import Lookups
@@ -78,6 +85,7 @@ class Service:
         self.on_reload: Callable[[], Awaitable[None]] = _reject_reload
         self.on_rollback: Callable[[], Awaitable[None]] = _reject_reload
         self.deltas: Deltas | None = None  # of the ranker
+        self.shadow: ShadowAdmin = NoShadow()
         self.num_begun = 0  # requests since the start
         self._not_ready = "starting"
 
@@ -205,8 +213,10 @@ class Service:
 
     async def knows(self, user: UserKey) -> dict[str, bool]:
         """Return whether each memory of this process has data of the user."""
+        shadow = self.versions.shadow
         return {
-            "histories": self.parts.histories.knows(user),
+            "histories": self.parts.histories.knows(user)
+            or (shadow is not None and shadow.knows(user)),
             "prefixes": any(model.relay.knows(user) for model in self.versions.all()),
             "vectors": self.vectors.knows(user),
         }

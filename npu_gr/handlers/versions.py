@@ -47,6 +47,7 @@ from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.match import ServedVectors
 from npu_gr.handlers.ranking import Ranking
 from npu_gr.handlers.scored_items import Commit
+from npu_gr.handlers.shadow import Shadow
 from npu_gr.metrics.registry import Metrics
 
 V = TypeVar("V", Ranking, Generation)
@@ -163,6 +164,7 @@ class Versions:
             on_change: Callback with the default model after a change of a version.
         """
         assert ranking or generation
+        self.shadow: Shadow | None = None
 
         def changed() -> None:
             on_change(self.models()[0])
@@ -280,6 +282,8 @@ class Versions:
 
     async def stop(self) -> None:
         """Stop all versions."""
+        if self.shadow is not None:
+            await self.shadow.stop()
         for models in (self.rankers, self.generators):
             if models is not None:
                 await models.stop()
@@ -472,6 +476,7 @@ class RankJob(_ModelJob):
             self._histories.remember(request.user, request.history, history)
             answer = await ranking.rank(request, tokens, call, time.monotonic() - call.arrived_at)
         self._metrics.rank.answered(answer)
+        ranking.on_ranked(request, history, answer)
         return answer
 
 

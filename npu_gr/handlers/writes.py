@@ -145,6 +145,8 @@ class EraseJob:
             is_overwritten = await self._histories.erase(request.user)
         finally:
             stored_at = time.monotonic()
+            if self._versions.shadow is not None:
+                await self._versions.shadow.forget(request.user)
             failed: NpuGrError | None = None
             for version in self._versions.all():
                 try:

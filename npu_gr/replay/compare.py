@@ -8,16 +8,12 @@ histograms with bins of 0.5 %.
 
 from __future__ import annotations
 
-import asyncio
-import gzip
 import math
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from rich import box
@@ -25,133 +21,13 @@ from rich.console import Group
 from rich.table import Table
 
 from npu_gr.core.errors import DataError
-from npu_gr.replay.files import QueryLog
-from npu_gr.replay.log import SCORED, digest, raw
-from npu_gr.replay.requests import Sample
-
-MAX_LINES = 500  # buffered before the thread writes them
-
-
-class AnswerLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The answer of one request, as a line of the file."""
-
-    number: int  # of the record, in the log's time order
-    kind: str
-    # seconds after the run began; named `due_s` in the file
-    due_at: float = msgspec.field(name="due_s")
-    latency_ms: float
-    error: str = ""
-    outcome: str = ""
-    model_version: str = ""
-    digest: str = ""
-    scores: dict[str, bytes] = {}  # task -> raw float32; NaN = unknown item
-    items: list[int] = []  # returned items
-
-
-def line(sample: Sample) -> AnswerLine:
-    """Make the line of a sample whose kind has scores."""
-    common = AnswerLine(
-        number=sample.number,
-        kind=sample.record.kind,
-        due_at=round(sample.due_at, 6),
-        latency_ms=round(sample.latency_s * 1e3, 4),
-    )
-    answer = sample.answer
-    if answer is None:
-        return msgspec.structs.replace(common, error=sample.error)
-    items = answer.get("items", [])
-    return msgspec.structs.replace(
-        common,
-        outcome=answer["outcome"],
-        model_version=answer.get("model_version", ""),
-        digest=digest(answer["scores"], items),
-        scores={task: raw(values) for task, values in answer["scores"].items()},
-        items=items,
-    )
-
-
-class AnswerFile:
-    """Writes answers in a thread, so that the player never waits. Use it with `async with`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines: list[AnswerLine] = []
-        self._thread = ThreadPoolExecutor(1, "answers")
-
-    async def __aenter__(self) -> Self:
-        try:
-            self._file = await asyncio.to_thread(gzip.open, self._path, "wb", 1)
-        except OSError as error:
-            raise DataError(f"{self._path}: {error.strerror}") from error
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        self._flush()
-        await asyncio.to_thread(self._thread.shutdown)
-        await asyncio.to_thread(self._file.close)
-
-    def add(self, sample: Sample) -> None:
-        """Add a finished request, if its kind has scores. Event loop only."""
-        if sample.record.kind in SCORED:
-            self._lines.append(line(sample))
-            if len(self._lines) >= MAX_LINES:
-                self._flush()
-
-    def _flush(self) -> None:
-        lines = self._lines
-        self._lines = []
-        self._thread.submit(self._write, lines)
-
-    def _write(self, lines: list[AnswerLine]) -> None:
-        self._file.write(b"".join(msgspec.json.encode(entry) + b"\n" for entry in lines))
-
-
-def read_answers(path: Path) -> Iterator[AnswerLine]:
-    """Read the answers of a run's file, or those in a recorded log.
-
-    Raises:
-        DataError: a line is invalid; the message names the file, the line and the reason.
-    """
-    if not path.name.startswith("answers"):
-        yield from _logged(path)
-        return
-    decode = msgspec.json.Decoder(AnswerLine).decode
-    number = 0
-    try:
-        with gzip.open(path) as file:
-            for text in file:
-                yield decode(text)
-                number += 1
-    except (OSError, EOFError, msgspec.MsgspecError) as error:
-        raise DataError(f"{path}, line {number + 1}: {error}") from error
-
-
-def _logged(path: Path) -> Iterator[AnswerLine]:
-    first_ts = None
-    for number, record in enumerate(QueryLog(path)):
-        first_ts = record.ts if first_ts is None else first_ts
-        if (answer := record.answer) is None or record.kind not in SCORED:
-            continue
-        yield AnswerLine(
-            number=number,
-            kind=record.kind,
-            due_at=record.ts - first_ts,
-            latency_ms=answer.latency_ms or 0.0,
-            error="" if answer.status < 300 else str(answer.status),
-            outcome=answer.outcome,
-            model_version=answer.model_version,
-            digest=answer.digest,
-            scores=answer.scores,
-        )
-
-
-# ---- the comparison
+from npu_gr.replay.answers import AnswerLine, read_answers
+from npu_gr.replay.score_difference import TOP, score_difference
 
 F64 = npt.NDArray[np.float64]
 
 BLOCKS = 100
 RESAMPLES = 1000
-TOP = 10  # items of the top-k overlap
 WORST = 5  # reported records with the largest drift
 
 _BIN_RATIO = 1.005  # ratio of consecutive bin edges of latencies
@@ -411,11 +287,11 @@ def _drift(a: _Run, b: _Run) -> Drift:
             continue
         if any(not np.array_equal(np.isnan(left[task]), np.isnan(right[task])) for task in left):
             unknown += 1
-        differences = [_difference(left[task], right[task]) for task in sorted(left)]
-        drifts.append((max(drift for drift, _, _, _ in differences), int(a.numbers[i])))
-        largest = max(largest, *(gap for _, gap, _, _ in differences))
-        overlaps.append(differences[0][2])
-        firsts += differences[0][3]
+        differences = [score_difference(left[task], right[task]) for task in sorted(left)]
+        drifts.append((max(one.drift for one in differences), int(a.numbers[i])))
+        largest = max(largest, *(one.max_abs for one in differences))
+        overlaps.append(differences[0].top_overlap)
+        firsts += differences[0].has_same_first
     if not drifts:
         return Drift(num_compared=len(both), num_same_digest=same, num_with_values=0)
     values = np.array([drift for drift, _ in drifts])
@@ -436,29 +312,3 @@ def _drift(a: _Run, b: _Run) -> Drift:
 
 def _largest(drifts: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
     return sorted(drifts, key=lambda pair: (-pair[0], pair[1]))[:WORST]
-
-
-def _difference(
-    a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]
-) -> tuple[float, float, float, bool]:
-    """Compare the scores of one request and task.
-
-    Returns:
-        The drift, the largest difference, the overlap of the `TOP` best items, and whether the
-        best item is the same.
-    """
-    known = ~(np.isnan(a) | np.isnan(b))
-    left = a[known].astype(np.float64)
-    right = b[known].astype(np.float64)
-    if not len(left):
-        return 0.0, 0.0, 1.0, True
-    gap = float(np.abs(left - right).max())
-    spread = float(left.std())
-    best = [np.argsort(-row, kind="stable")[:TOP] for row in (left, right)]
-    shared = len(np.intersect1d(best[0], best[1])) / len(best[0])
-    return (
-        (gap / spread if spread else (0.0 if not gap else math.inf)),
-        gap,
-        shared,
-        bool(best[0][0] == best[1][0]),
-    )

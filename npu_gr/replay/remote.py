@@ -1,4 +1,4 @@
-"""Switch the recorder of a running service on and off, over its admin address."""
+"""Call a running service's admin address: switch its recorder, change its shadow."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import Unavailable
+from npu_gr.core.served import ShadowInfo
 
 PERIOD_S = 5.0  # between two status requests
+RELOAD_S = 600.0  # limit of loading a model
 SETTLE_S = 1.5  # longer than the recorder's FLUSH_S, until the file is complete
 
 
@@ -65,18 +68,33 @@ async def record_for(
         return await _call(http, "GET")
 
 
-def _session(url: str, api_key: str | None) -> aiohttp.ClientSession:
+def _session(url: str, api_key: str | None, total_s: float = 10.0) -> aiohttp.ClientSession:
     headers = calling_headers(api_key)
-    timeout = aiohttp.ClientTimeout(total=10)
+    timeout = aiohttp.ClientTimeout(total=total_s)
     connector = aiohttp.TCPConnector(ssl=calling_context())
     return aiohttp.ClientSession(
         url.rstrip("/") + "/", headers=headers, timeout=timeout, connector=connector
     )
 
 
-async def _call(http: aiohttp.ClientSession, method: str, body: object = None) -> dict[str, Any]:
+async def call_shadow(
+    url: str, api_key: str | None, method: str, path: str, body: object
+) -> ShadowInfo:
+    """Call the route of the shadow, or one below it, and return its answer.
+
+    Raises:
+        Unavailable: the service rejects the request or does not answer.
+    """
+    async with _session(url, api_key, RELOAD_S) as http:
+        found = await _call(http, method, body, f"v1/models/shadow{path}")
+    return msgspec.convert(found, ShadowInfo)
+
+
+async def _call(
+    http: aiohttp.ClientSession, method: str, body: object = None, path: str = "debug/record"
+) -> dict[str, Any]:
     try:
-        async with http.request(method, "debug/record", json=body) as answer:
+        async with http.request(method, path, json=body) as answer:
             found: dict[str, Any] = await answer.json(content_type=None)
             if not answer.ok:
                 raise Unavailable(

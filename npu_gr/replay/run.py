@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from npu_gr.core.errors import DataError, Unavailable
-from npu_gr.replay.compare import AnswerFile
+from npu_gr.replay.answers import AnswerFile, AnswerLine
 from npu_gr.replay.files import QueryLog
-from npu_gr.replay.log import QueryRecord
+from npu_gr.replay.log import SCORED, QueryRecord, digest, raw
 from npu_gr.replay.plan import Action, ReplayOptions, plan
 from npu_gr.replay.player import play
 from npu_gr.replay.report import Report, summarise
@@ -71,7 +71,7 @@ async def replay(
         options: Service, speed and duration.
         stop: Ends the run early when set; the report then has the answers so far.
         show: Callback for the progress, a few times per second.
-        answers: Output file of `compare.AnswerFile`, if any.
+        answers: Output file of `answers.AnswerFile`, if any.
 
     Raises:
         DataError: the log cannot be read, or has no records to send.
@@ -133,14 +133,15 @@ class _Run:
             DataError: the log cannot be read.
         """
         async with contextlib.AsyncExitStack() as stack:
-            note: Callable[[Sample], None] = lambda _sample: None  # noqa: E731
+            file = None
             if answers is not None:
-                note = (await stack.enter_async_context(AnswerFile(answers))).add
+                file = await stack.enter_async_context(AnswerFile(answers))
 
             def over(sample: Sample) -> None:
                 self.num_done += 1
                 self.tally.add(sample)
-                note(sample)
+                if file is not None and sample.record.kind in SCORED:
+                    file.add(line_of(sample))
 
             await play(self._actions(), self._options, over)
 
@@ -169,3 +170,25 @@ def stop_on_interrupt() -> Iterator[asyncio.Event]:
         yield stop
     finally:
         loop.remove_signal_handler(signal.SIGINT)
+
+
+def line_of(sample: Sample) -> AnswerLine:
+    """Make the line of a sample whose kind has scores."""
+    common = AnswerLine(
+        number=sample.number,
+        kind=sample.record.kind,
+        due_at=round(sample.due_at, 6),
+        latency_ms=round(sample.latency_s * 1e3, 4),
+    )
+    answer = sample.answer
+    if answer is None:
+        return msgspec.structs.replace(common, error=sample.error)
+    items = answer.get("items", [])
+    return msgspec.structs.replace(
+        common,
+        outcome=answer["outcome"],
+        model_version=answer.get("model_version", ""),
+        digest=digest(answer["scores"], items),
+        scores={task: raw(values) for task, values in answer["scores"].items()},
+        items=items,
+    )

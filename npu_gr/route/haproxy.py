@@ -189,6 +189,7 @@ defaults
   timeout http-keep-alive {_ms(config.idle_timeout_s)}
   option dontlognull
   option http-keep-alive
+  option idle-close-on-response  # a reload closes no idle connection on which a request is coming
   http-reuse always
   retries 2
   option redispatch 1  # every retry goes to another instance

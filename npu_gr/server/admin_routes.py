@@ -23,6 +23,7 @@ from npu_gr.server.schemas.admin import (
     CHANGE_BYTES,
     CatalogueItemsBody,
     RollbackBody,
+    ShadowBody,
     parse_catalogue_change,
     render_catalogue,
     render_vectors,
@@ -34,7 +35,7 @@ from npu_gr.server.status import DebugViews, config_text
 
 
 class ModelRoutes:
-    """The served models: list, reload, change by a delta, roll back."""
+    """The served models: list, reload, change by a delta, roll back; and a shadow of the ranker."""
 
     def __init__(self, service: ServiceProtocol) -> None:
         self._service = service
@@ -45,6 +46,10 @@ class ModelRoutes:
             web.post("/v1/models/delta", self._delta),
             web.post("/v1/models/reload", self._reload),
             web.post("/v1/models/rollback", self._rollback),
+            web.get("/v1/models/shadow", self._show_shadow),
+            web.post("/v1/models/shadow", self._open_shadow),
+            web.delete("/v1/models/shadow", self._drop_shadow),
+            web.post("/v1/models/shadow/promote", self._promote_shadow),
         ]
 
     async def _show(self, _: web.Request) -> web.Response:
@@ -60,6 +65,19 @@ class ModelRoutes:
 
     async def _delta(self, request: web.Request) -> web.Response:
         return _listing(await self._service.add_delta(request[BODY]))
+
+    async def _show_shadow(self, request: web.Request) -> web.Response:
+        return struct_response(request, self._service.shadow.info())
+
+    async def _open_shadow(self, request: web.Request) -> web.Response:
+        wanted = decode(request[BODY], request.content_type, ShadowBody)
+        return struct_response(request, await self._service.shadow.open(wanted.path, wanted.share))
+
+    async def _drop_shadow(self, request: web.Request) -> web.Response:
+        return struct_response(request, await self._service.shadow.drop())
+
+    async def _promote_shadow(self, request: web.Request) -> web.Response:
+        return struct_response(request, await self._service.shadow.promote())
 
 
 def _listing(models: Sequence[ModelInfo]) -> web.Response:

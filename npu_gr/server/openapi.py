@@ -9,6 +9,7 @@ import msgspec
 
 from npu_gr import __version__
 from npu_gr.core.kinds import KINDS, Kind, Scored
+from npu_gr.core.served import ShadowInfo
 from npu_gr.replay.recorder import RecordOrder, RecordStatus
 from npu_gr.server.auth.rules import rules
 from npu_gr.server.debug.routes import DEFAULT_S
@@ -22,6 +23,7 @@ from npu_gr.server.schemas.admin import (
     CatalogueItemsBody,
     CatalogueOut,
     RollbackBody,
+    ShadowBody,
     VectorsOut,
 )
 from npu_gr.server.schemas.fields import MOST_ITEMS, Codec, ItemOut, ObjectsOut, UserBody
@@ -149,6 +151,8 @@ class _Schemas:
         structs += [
             CatalogueItemsBody,
             RollbackBody,
+            ShadowBody,
+            ShadowInfo,
             UserBody,
             CatalogueOut,
             VectorsOut,
@@ -272,6 +276,32 @@ def _admin_paths(schemas: _Schemas) -> _Json:
             **schemas.errors("401", "404", "413", "422", "429", "503"),
         },
     }
+
+    def of_shadow(name: str, summary: str, *codes: str) -> _Json:
+        done = {"description": "Done.", "content": schemas.any_media(ShadowInfo)}
+        return {
+            "operationId": name,
+            "summary": summary,
+            "responses": {"200": done, **schemas.errors("401", *codes)},
+        }
+
+    shadow = {
+        "get": of_shadow("shadow", "A ranker that scores next to the served one, and its figures."),
+        "post": {
+            **of_shadow(
+                "openShadow",
+                "Load a ranker that scores a share of the ranks when the device has time.",
+                *("404", "413", "422", "503"),
+            ),
+            "requestBody": {"required": True, "content": schemas.any_media(ShadowBody)},
+        },
+        "delete": of_shadow("dropShadow", "Free the shadow and its prefixes.", "404"),
+    }
+    promote_shadow = of_shadow(
+        "promoteShadow",
+        "Serve the shadow; a guard watches it, and rolls back if it is worse.",
+        *("404", "422", "503"),
+    )
     update_catalogue = {
         "operationId": "updateCatalogue",
         "summary": "Add, withdraw and restore items of the served version.",
@@ -310,6 +340,8 @@ def _admin_paths(schemas: _Schemas) -> _Json:
         "/v1/models/delta": {"post": add_delta},
         "/v1/models/reload": {"post": reload_models},
         "/v1/models/rollback": {"post": rollback_models},
+        "/v1/models/shadow": shadow,
+        "/v1/models/shadow/promote": {"post": promote_shadow},
         "/v1/catalog": {"get": versions(CatalogueOut, "catalogue", "The served catalogue.")},
         "/v1/catalog/items": {"post": update_catalogue},
         "/v1/catalog/reload": {"post": reload_catalogue},

@@ -45,6 +45,7 @@ class RecordingService:
         self.reload_models = service.reload_models
         self.rollback_models = service.rollback_models
         self.add_delta = service.add_delta
+        self.shadow = service.shadow
 
     @property
     def catalogue(self) -> CatalogueAdmin:

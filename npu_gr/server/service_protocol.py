@@ -20,7 +20,7 @@ from npu_gr.core.served import (
     ModelInfo,
     VectorsInfo,
 )
-from npu_gr.handlers.base import AdmissionControl, HeldPermit
+from npu_gr.handlers.base import AdmissionControl, HeldPermit, ShadowAdmin
 
 I_co = TypeVar("I_co", covariant=True)
 
@@ -78,6 +78,8 @@ class ServiceProtocol(Protocol):
     Every method may raise the errors of `core/errors.py`, and may be cancelled: it then releases
     what it holds.
     """
+
+    shadow: ShadowAdmin  # of the ranker
 
     def models(self) -> list[ModelInfo]:
         """List the served models, the default first."""

@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from npu_gr.handlers.deltas import Deltas
 from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.match import ServedVectors
 from npu_gr.handlers.prefix_histories import PrefixHistoryCache
+from npu_gr.handlers.ranking import Ranking
 from npu_gr.handlers.refresh import Refreshes
 from npu_gr.handlers.service import Parts, Service
 from npu_gr.handlers.versions import ServedNames, Versions
@@ -50,13 +52,14 @@ from npu_gr.server.recording import OwnRecorder, RecordingService, add_record_ro
 from npu_gr.server.routes import build_web_app
 from npu_gr.server.run import on_sighup, serve
 from npu_gr.server.service_protocol import ServiceProtocol
-from npu_gr.service.build import open_generation, open_ranking, returned
+from npu_gr.service.build import Prepared, open_generation, open_ranking, returned
 from npu_gr.service.config import Config
 from npu_gr.service.greeting import greeting
 from npu_gr.service.idle_heap import IdleHeap
 from npu_gr.service.job_table import Shared, build_jobs, cascade_of, coverage_rule, lookups
 from npu_gr.service.memory import check_sizes
 from npu_gr.service.reload import Reload
+from npu_gr.service.shadow import Shadows
 
 log = logging.getLogger(__name__)
 
@@ -187,6 +190,12 @@ async def opened(
         stack.push_async_callback(service.stop)
         observe(metrics, settings, scheduler, service)
         one_at_a_time = asyncio.Lock()
+
+        async def open_ranking_next(
+            new: Config, old: Ranking, folder: Path | None
+        ) -> Prepared[Ranking]:
+            return await open_ranking(new, backend, scheduler, metrics, old, folder)
+
         if versions.rankers is not None:
             refreshes = Refreshes(versions, shared.histories.cache, metrics.relay.refreshed)
             metrics.relay.observe_refreshes(lambda: refreshes.num_pending)
@@ -206,6 +215,7 @@ async def opened(
             if config.models.deltas_from is not None:
                 worker = metrics.health.add("deltas")
                 await stack.enter_async_context(running(deltas.watch(worker)))
+        reload = None
         if read is not None:
             reload = Reload(
                 settings=settings,
@@ -218,9 +228,7 @@ async def opened(
                 cascade=cascade_of(jobs),
                 vectors=shared.vectors,
                 read=read,
-                open_ranking=lambda new, old, folder: open_ranking(
-                    new, backend, scheduler, metrics, old, folder
-                ),
+                open_ranking=open_ranking_next,
                 open_generation=lambda new, old, folder: open_generation(
                     new, backend, scheduler, metrics, old, folder
                 ),
@@ -230,6 +238,21 @@ async def opened(
                 one_at_a_time=one_at_a_time,
             )
             service.on_reload, service.on_rollback = reload, reload.roll_back
+        if versions.rankers is not None:
+            shadows = Shadows(
+                settings=settings,
+                versions=versions,
+                metrics=metrics,
+                admission=admission,
+                scheduler=scheduler,
+                open_ranking=open_ranking_next,
+                one_at_a_time=one_at_a_time,
+                reload=reload,
+            )
+            service.shadow = shadows
+            stack.push_async_callback(shadows.close)
+            worker = metrics.health.add("shadow")
+            await stack.enter_async_context(running(shadows.watch(worker)))
         await asyncio.to_thread(trim_heap)
         service.set_ready()
         stack.callback(service.set_ready, "stopping")

@@ -111,6 +111,8 @@ class Prepared(Generic[M]):
     actions: tuple[str, ...] | None = None  # action names of a ranker
     names: ItemNames = EMPTY
     scored: ScoredItems | None = None  # of a ranker
+    # makes a ranker next to the serving one, which keeps the pages; `returned` lets it serve later
+    as_second: Callable[[], Ranking] | None = None
     items: ServedCatalogue | None = None  # catalogue of a generator
 
 
@@ -206,10 +208,9 @@ async def open_ranking(
         delta=weights.info(),
     )
 
-    def activate() -> Ranking:
+    def made() -> Ranking:
         calibration = _calibration(config, model.version, backend)
         trigger = config.trigger_with_budget()
-        _export(metrics, model.ops, of_beams=False)
         relay = Relay(
             config.relay,
             trigger,
@@ -220,12 +221,30 @@ async def open_ranking(
             tenant_weights=config.admission.tenant_weights,
             store=store,
         )
-        observe_relay(metrics, RANK.name, engine, pool, dram, relay)
         return Ranking(
             config.service, model, scored, engine, relay, metrics, weights, names, checkpoint.order
         )
 
-    return Prepared(activate, model.version, actions=model.actions, names=names, scored=scored)
+    def activate() -> Ranking:
+        ranking = made()
+        _export(metrics, model.ops, of_beams=False)
+        observe_relay(metrics, RANK.name, engine, pool, dram, ranking.relay)
+        return ranking
+
+    def as_second() -> Ranking:
+        assert serving is not None
+        ranking = made()
+        serving.relay.take_over()
+        return ranking
+
+    return Prepared(
+        activate,
+        model.version,
+        actions=model.actions,
+        names=names,
+        scored=scored,
+        as_second=as_second,
+    )
 
 
 def _check_cascade(config: Config, shape: HSTUConfig, order: ScoreBlend | None) -> None:
@@ -312,7 +331,13 @@ def returned(model: M, metrics: Metrics) -> Prepared[M]:
         return model
 
     if isinstance(model, Ranking):
-        return Prepared(activate, model.version, model.model.actions, scored=model.items)
+        return Prepared(
+            activate,
+            model.weights.combined(),
+            model.model.actions,
+            names=model.names,
+            scored=model.items,
+        )
     return Prepared(activate, model.version, items=model.items)
 
 

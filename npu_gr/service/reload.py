@@ -28,8 +28,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -233,23 +233,34 @@ class Reload:
             Unavailable: the previous version still drains, and a third would not fit.
         """
         async with self._one_at_a_time:
-            with self._metrics.attempt(Reloaded.CONFIGURATION):
-                try:
-                    await self._reload()
-                except NpuGrError as error:
-                    log.error("reload rejected: %s; the previous configuration stays", error)
-                    raise
+            with self._metrics.attempt(Reloaded.CONFIGURATION), _rejected("reload"):
+                await self._reload(await asyncio.to_thread(self._read), None)
 
-    async def _reload(self) -> None:
-        new = await asyncio.to_thread(self._read)
+    async def promote(self, checkpoint: str, ranking: Prepared[Ranking]) -> None:
+        """Serve a ranker that is in memory, as a reload that names its checkpoint would.
+
+        Args:
+            checkpoint: Folder of the ranker.
+            ranking: The ranker, over the pages of the current one.
+
+        Raises:
+            ConfigError, Unavailable: as a reload; the current ranker stays.
+        """
+        async with self._one_at_a_time:
+            with _rejected("promotion"):
+                new = replace(self._settings.config, checkpoint=checkpoint)
+                await self._reload(new, ranking)
+
+    async def _reload(self, new: Config, promoted: Prepared[Ranking] | None) -> None:
         old = self._settings.config
         check_changeable(old, new)
         versions = self._versions
         if versions.is_draining:
             raise Unavailable("the previous version still drains; try again when it has ended")
-        ranking = generation = None
+        ranking, generation = promoted, None
         if versions.rankers is not None:
-            ranking = await self._open_ranking(new, versions.rankers.current, None)
+            if ranking is None:
+                ranking = await self._open_ranking(new, versions.rankers.current, None)
             if ranking.actions is not None:
                 check_actions(versions.rankers.current.model.actions, ranking.actions)
         if versions.generators is not None:
@@ -288,11 +299,8 @@ class Reload:
             DeviceError: one failed its self-test.
         """
         async with self._one_at_a_time:
-            try:
+            with _rejected("rollback"):
                 await self._roll_back()
-            except NpuGrError as error:
-                log.error("rollback rejected: %s; the current models stay", error)
-                raise
 
     async def _roll_back(self) -> None:
         back, versions = self._before, self._versions
@@ -472,6 +480,15 @@ class Reload:
             new.service.unsorted_history,
         )
         self._settings.config = new
+
+
+@contextmanager
+def _rejected(what: str) -> Iterator[None]:
+    try:
+        yield
+    except NpuGrError as error:
+        log.error("%s rejected: %s; what serves stays", what, error)
+        raise
 
 
 def _replace(models: ModelVersions[V], prepared: Prepared[V]) -> None:

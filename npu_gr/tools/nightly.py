@@ -32,7 +32,7 @@ from npu_gr.core.calling import calling_context, calling_headers
 from npu_gr.core.errors import ConfigError, DataError, Unavailable
 from npu_gr.dataset.build import add
 from npu_gr.server.config import ServerConfig
-from npu_gr.tools.served_quality import served_hit_ratio, served_ranks
+from npu_gr.tools.served_quality import served_ranks
 from npu_gr.train.cascade import TOP, next_events
 from npu_gr.train.data import to_train_on
 from npu_gr.train.metrics import Difference, difference_of_users, hit_ratio, ndcg_of_each
@@ -107,7 +107,7 @@ def nightly(
             data,
             made,
             *chosen,
-            served_hit_ratio,
+            served_ranks,
             accept,
             like=site,
             trains_on=not anew,

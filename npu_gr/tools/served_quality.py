@@ -14,16 +14,14 @@ from npu_gr.core.names import answered_ids
 from npu_gr.tools.demo_instance import Instance, free_port, served
 from npu_gr.tools.evaluate import EvaluationClient
 from npu_gr.train.cascade import MISSED, TOP, NextEventCase
-from npu_gr.train.metrics import F64, hit_ratio
+from npu_gr.train.metrics import F64
 
 TENANT = "evaluate-served"
 ATTEMPTS = 5  # of a request that the service truncated, because the machine was busy
 
 
-def served_hit_ratio(
-    config: Path, overrides: Sequence[str], cases: Sequence[NextEventCase]
-) -> float:
-    """Start a service, and return HR@10 of its `recommend` for the cases.
+def served_ranks(config: Path, overrides: Sequence[str], cases: Sequence[NextEventCase]) -> F64:
+    """Start a service, and return the rank of each case's item in `recommend`, from 0; inf = none.
 
     Args:
         config: Configuration of the service.
@@ -33,15 +31,7 @@ def served_hit_ratio(
     Raises:
         Unavailable: The service did not start, or a request failed.
     """
-    return hit_ratio(served_ranks(config, overrides, cases), TOP) if cases else 0.0
-
-
-def served_ranks(config: Path, overrides: Sequence[str], cases: Sequence[NextEventCase]) -> F64:
-    """Start a service, and return the rank of each case's item in `recommend`, from 0; inf = none.
-
-    The arguments and errors are those of `served_hit_ratio`.
-    """
-    return asyncio.run(_ranks(config, overrides, cases))
+    return asyncio.run(_ranks(config, overrides, cases)) if cases else np.empty(0)
 
 
 async def _ranks(config: Path, overrides: Sequence[str], cases: Sequence[NextEventCase]) -> F64:

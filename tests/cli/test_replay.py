@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from npu_gr.replay.compare import read_answers
+from npu_gr.replay.answers import read_answers
 from npu_gr.replay.files import write
 from npu_gr.replay.log import QueryRecord
 from tests.ports import free_port

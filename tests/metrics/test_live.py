@@ -27,7 +27,7 @@ from tests.metrics.live import all_sections, demo_sections, load, routed
 from tests.metrics.test_dashboards import IDS, PANELS, expressions, plain
 from tests.metrics.test_rules import RULES, promtool
 from tests.ports import free_port
-from tests.server.test_deltas_over_http import Stream, post, rows_of
+from tests.server.test_deltas_over_http import Stream, changed, post, rows_of
 from tests.serving import serving
 
 pytestmark = pytest.mark.prometheus
@@ -129,6 +129,12 @@ async def test_every_expression_returns_figures(tmp_path: Path, authority: Autho
                 "npu_gr_router": router_admin_url.removeprefix("http://"),
             }
             deltas = Stream(tmp_path)
+            shadow = tmp_path / "shadow"
+            change = rows_of("item.weight", 5)
+            await asyncio.to_thread(changed, tmp_path / "checkpoint", shadow, change)
+            body = {"path": str(shadow), "share": 1.0}
+            async with client.post("/v1/models/shadow", json=body) as response:
+                assert response.status == 200, await response.text()
 
             async def send() -> None:
                 await load(f"http://127.0.0.1:{port}", LOAD_S, router_url)

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
-from npu_gr.replay.compare import BLOCKS, AnswerLine, compare
+from npu_gr.replay.answers import AnswerLine
+from npu_gr.replay.compare import BLOCKS, compare
 from npu_gr.replay.log import TaskScores, digest, raw
 
 SLO_S = 0.05

@@ -30,7 +30,7 @@ from npu_gr.core.request import (
     SignalRequest,
     Verdict,
 )
-from npu_gr.replay.compare import AnswerLine
+from npu_gr.replay.answers import AnswerLine
 from npu_gr.replay.log import QueryRecord
 from npu_gr.replay.recorder import RecordedRequest, record_of
 from npu_gr.replay.requests import encode

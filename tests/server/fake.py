@@ -22,7 +22,7 @@ from npu_gr.core.history import Events, UserKey
 from npu_gr.core.kinds import KINDS, RANK, A, Kind, Q
 from npu_gr.core.names import ActionNames, item_ids
 from npu_gr.core.served import KnownUser, LookedUpItems, ModelInfo, VectorsInfo
-from npu_gr.handlers.base import HeldPermit
+from npu_gr.handlers.base import HeldPermit, NoShadow, ShadowAdmin
 from npu_gr.metrics.registry import Metrics
 from npu_gr.metrics.slo import Objective
 from npu_gr.server.admission.controller import AdmissionConfig, AdmissionController
@@ -139,6 +139,8 @@ class FakeService:
             raise answer
         assert isinstance(answer, kind.answer)
         return answer
+
+    shadow: ShadowAdmin = NoShadow()
 
     async def reload_models(self) -> list[ModelInfo]:
         return self.models()

@@ -18,6 +18,9 @@ While there is too little room for all tenants, they share the pages by weight (
     a tenant that wastes        may have fewer pages waiting for ranks, in proportion to the part
                                 of its signals that a rank followed
 
+Spare entries, of work that no client waits for, take free pages and each other's only, and make
+room before all others, for every tenant.
+
 Source: RelayGR (arXiv:2601.01712), in-HBM relay-race inference. See `docs/relay.md`.
 Invariants, checked after every step by tests/engine/kv_cache/test_prefix_pool.py:
   I1  every page is free, reserved, or held by an entry: exactly one of the three; the sum is the
@@ -26,6 +29,8 @@ Invariants, checked after every step by tests/engine/kv_cache/test_prefix_pool.p
       over its share, and for a tenant that is not
   I3  an entry can be found only after it was published
   I4  entry.leases == number of open `with pool.lease(entry)` blocks
+  I5  a spare reservation evicts spare entries only; no other entry is evicted while an evictable
+      spare one is left
 
 Not thread-safe: for the event loop only. Every method is O(1) amortised in the number of users, and
 O(tenants) where room must be made.
@@ -155,12 +160,15 @@ class _TenantRoom:
     """How many pages a tenant may have, and which entries make room (see the module docstring)."""
 
     def __init__(self, shares: Shares[_Holding], pages: PageAllocator, waits: _RankWaits) -> None:
+        self.spare = _Holding("")  # does not affect shares
         self._shares = shares
         self._pages = pages
         self._waits = waits
 
     def of(self, holding: _Holding, need: int, *, is_signalled: bool) -> Room:
         """Return what a tenant can get for a prefix of `need` pages."""
+        if holding is self.spare:
+            return Room(self._free(), is_at_share=False)
         ratios = self._shares.ratios()
         is_shared = len(ratios) > 1
         share = ratios.get(holding, 0.0) * self._pages.num_pages
@@ -168,7 +176,7 @@ class _TenantRoom:
         if is_signalled and is_shared and awaiting and awaiting + need > share * holding.credit:
             return Room(0, is_at_share=True)
         within = self._is_within(holding, need, ratios)
-        num_pages = self._pages.num_free
+        num_pages = self._free()
         if num_pages < need:
             accounts = self._shares.accounts
             num_pages += sum(
@@ -178,17 +186,22 @@ class _TenantRoom:
 
     def victims(self, holding: _Holding, need: int) -> Iterator[PrefixEntry]:
         """Yield the entries to drop until `need` pages are free; the caller drops each."""
+        while self._pages.num_free < need and (spare := self.spare.evictable.oldest()) is not None:
+            yield spare
         ratios = self._shares.ratios()
         within = self._is_within(holding, need, ratios)
         while self._pages.num_free < need:
             yield self._victim(holding, ratios, within=within)
+
+    def _free(self) -> int:
+        return self._pages.num_free + self.spare.evictable.num_pages
 
     def _is_within(self, holding: _Holding, need: int, ratios: dict[_Holding, float]) -> bool:
         """Return whether a tenant stays within its share with `need` more pages.
 
         Its first prefix always does.
         """
-        if holding is self._shares.own_work:
+        if holding in (self._shares.own_work, self.spare):
             return False
         return not holding.held or holding.held + need <= ratios[holding] * self._pages.num_pages
 
@@ -353,7 +366,8 @@ class PrefixPool(PageTier[PrefixEntry]):
     def evictable_bytes(self) -> int:
         """Bytes of the entries that are readable until their room is needed."""
         self._expire()
-        pages = sum(holding.evictable.num_pages for holding in self.shares.accounts)
+        holdings = (*self.shares.accounts, self._tenant_room.spare)
+        pages = sum(holding.evictable.num_pages for holding in holdings)
         return pages * self.arena.layout.page_bytes
 
     @property
@@ -374,7 +388,13 @@ class PrefixPool(PageTier[PrefixEntry]):
         )
 
     def reserve(
-        self, key: PrefixKey, num_tokens: int, *, is_signalled: bool = False, is_own: bool = False
+        self,
+        key: PrefixKey,
+        num_tokens: int,
+        *,
+        is_signalled: bool = False,
+        is_own: bool = False,
+        is_spare: bool = False,
     ) -> PrefixEntry:
         """Take pages for a prefix that is about to be computed or copied.
 
@@ -387,6 +407,8 @@ class PrefixPool(PageTier[PrefixEntry]):
             is_signalled: True for a rank that will come, False for one that waits now.
             is_own: True for work of the instance itself, which may evict ranked and expired entries
                 of every tenant.
+            is_spare: True for work that no client waits for: its entry makes room before all
+                others, and it evicts none but spare entries.
 
         Raises:
             PoolExhausted: this tenant cannot get that much room; nothing was evicted.
@@ -394,7 +416,10 @@ class PrefixPool(PageTier[PrefixEntry]):
         assert key not in self._reserved, "a key has at most one prefill job"
         need = self.arena.layout.pages(num_tokens)
         self._expire()
-        holding = self.shares.own_work if is_own else self.shares.asking(key.user.tenant)
+        if is_spare:
+            holding = self._tenant_room.spare
+        else:
+            holding = self.shares.own_work if is_own else self.shares.asking(key.user.tenant)
         room = self._tenant_room.of(holding, need, is_signalled=is_signalled)
         if need > room.num_pages:
             raise PoolExhausted(

@@ -3,6 +3,7 @@
     requests    metrics of every kind of request (admissions, latencies, stages, objectives), of
                 ranks, and of passes on the device
     jobs        metrics of signals, generates, matches and recommends; prefixes and memory tiers
+    shadow      a ranker that scores next to the served one, and the guard of its promotion
     store       the history store, its fallbacks, and erased bytes that are still on disk
     process     admission, event loop, limits, version, recorder, reloads, API keys
 
@@ -34,6 +35,7 @@ from npu_gr.metrics.registry.process import (
     ReloadMetrics,
 )
 from npu_gr.metrics.registry.requests import EngineMetrics, RankMetrics, RequestMetrics
+from npu_gr.metrics.registry.shadow import ShadowMetrics
 from npu_gr.metrics.registry.store import ErasureMetrics, SourceMetrics, StoreMetrics
 from npu_gr.metrics.slo import Objective
 
@@ -73,6 +75,7 @@ class Metrics:
         self.health = Health()
         self.process.observe_health(self.health)
         self.reloads = ReloadMetrics(make)
+        self.shadow = ShadowMetrics(make)
 
     def waiting(self) -> Mapping[str, float]:
         """Return the numbers of waiting jobs and of prefixes in flight, for the status page."""

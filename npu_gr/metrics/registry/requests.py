@@ -428,7 +428,13 @@ class RankMetrics:
         self._drift_failures.inc(is_failure)
 
 
-WORKS = (*(name for name, kind in KINDS.items() if kind.uses_device), "prefill", "copy", "other")
+WORKS = (
+    *(name for name, kind in KINDS.items() if kind.uses_device),
+    "prefill",
+    "copy",
+    "shadow",
+    "other",
+)
 
 
 # as `OUTCOMES` of backend/graphs.py, which imports torch

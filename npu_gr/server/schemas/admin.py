@@ -58,6 +58,14 @@ class RollbackBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     delta: Annotated[int, msgspec.Meta(ge=0, le=2**53)] | None = None
 
 
+class ShadowBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A ranker that scores a share of the users' ranks next to the served one."""
+
+    # folder of its checkpoint, on the instance's machine
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.1
+
+
 class CatalogueItemsBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Items to add, withdraw and restore, applied in this order as one atomic change."""
 

@@ -34,6 +34,7 @@ from npu_gr.core.names import item_ids as ids_of_names
 from npu_gr.core.request import Normalise
 from npu_gr.history_store.interactions import ItemValues
 from npu_gr.train.data import InteractionLog
+from npu_gr.train.evaluate import Csr
 
 # Added to each item's count, so that one co-occurrence of rare items counts little.
 SMOOTHING = 10.0
@@ -161,21 +162,19 @@ def _neighbour_vectors(log: InteractionLog, dim: int, window: int, seed: int) ->
     total = np.bincount(one, count, num_items) + SMOOTHING
     information = np.log(count * total.sum() / (total[one] * total[other]))
     kept = (information > 0) & (one != other)
-    matrix = torch.sparse_coo_tensor(
-        torch.from_numpy(np.stack([one[kept], other[kept]])),
+    matrix = Csr(
+        torch.from_numpy(np.searchsorted(one[kept], np.arange(num_items + 1)).astype(np.int32)),
+        torch.from_numpy(other[kept].astype(np.int32)),
         torch.from_numpy(information[kept].astype(np.float32)),
-        (num_items, num_items),
-        is_coalesced=True,
-        check_invariants=False,
     )
     return _unit(_largest(matrix, min(dim, num_items), seed))
 
 
-def _largest(matrix: Tensor, dim: int, seed: int) -> Tensor:
+def _largest(matrix: Csr, dim: int, seed: int) -> Tensor:
     """Compute the eigenvectors of a symmetric matrix's largest eigenvalues, times their roots.
 
     Args:
-        matrix: sparse float32 [n, n].
+        matrix: float32 [n, n].
         dim: Number of eigenvectors.
         seed: Seed of the random start.
 
@@ -183,11 +182,12 @@ def _largest(matrix: Tensor, dim: int, seed: int) -> Tensor:
         float32 [n, dim], largest eigenvalue first; zero for an eigenvalue below zero.
     """
     generator = torch.Generator().manual_seed(seed)
-    width = min(len(matrix), dim + SPARE_VECTORS)
-    basis = torch.randn(len(matrix), width, generator=generator)
+    num_rows = len(matrix.starts) - 1
+    width = min(num_rows, dim + SPARE_VECTORS)
+    basis = torch.randn(num_rows, width, generator=generator)
     for _ in range(EIGEN_SWEEPS):
-        basis = torch.linalg.qr(torch.sparse.mm(matrix, basis))[0]
-    small = basis.T @ torch.sparse.mm(matrix, basis)
+        basis = torch.linalg.qr(matrix.times(basis))[0]
+    small = basis.T @ matrix.times(basis)
     values, vectors = torch.linalg.eigh((small + small.T) / 2)  # eigenvalues ascend
     largest: Tensor = basis @ vectors[:, -dim:].flip(1) * values[-dim:].flip(0).clamp(min=0).sqrt()
     return largest
@@ -289,11 +289,15 @@ def kmeans(rows: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor
 
 def _nearest(rows: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Find the nearest row of the table, int64 [n], and its squared distance, float32 [n]."""
+    half = table.square().sum(1) / 2
     found = []
     for part in rows.split(8192):  # limits the memory of the distances
-        distance = part.square().sum(1, keepdim=True) - 2 * part @ table.T + table.square().sum(1)
-        found.append(distance.clamp(min=0).min(1))
-    return torch.cat([part.indices for part in found]), torch.cat([part.values for part in found])
+        nearest = torch.addmm(half, part, table.T, alpha=-1).min(
+            1
+        )  # half of them, less half |row|^2
+        distance = (part.square().sum(1) + 2 * nearest.values).clamp(min=0)
+        found.append((nearest.indices, distance))
+    return torch.cat([code for code, _ in found]), torch.cat([distance for _, distance in found])
 
 
 def _resolve(sids: I64, vectors: F32, centroids: Sequence[F32], order: I64) -> int:

@@ -189,6 +189,17 @@ class LoggedCross:
         return users * (most + 1) + values
 
 
+def pages_of(log: InteractionLog) -> I64:
+    """Return the first event of the same user and second, of each event: int64 [n].
+
+    The items of a page have one time. What was clicked of it is scored, as what was not, by the
+    history before the page: the clicks before on the same page would give the label away.
+    """
+    is_first = (np.diff(log.users, prepend=-1) != 0) | (np.diff(log.times, prepend=-1) != 0)
+    begins: I64 = np.maximum.accumulate(np.where(is_first, np.arange(len(log.items)), 0))
+    return begins
+
+
 class LogInputs:
     """The inputs of one model's schema for one log.
 
@@ -225,6 +236,17 @@ class LogInputs:
         own = self._logged.columns(every, log.items[:, None]) if self._logged.names else {}
         computed = {name: column[:, 0] for name, column in own.items()}
         self._of_cross = self._encoded("cross", computed, len(every))
+
+    @cached_property
+    def pages(self) -> I64:
+        """Result of `pages_of`."""
+        return pages_of(self.log)
+
+    @cached_property
+    def page_clicks(self) -> I64:
+        """Number of events of each event's page, int64 [n]."""
+        found: I64 = np.bincount(self.pages, minlength=len(self.pages))[self.pages]
+        return found
 
     @cached_property
     def draw_shares(self) -> Tensor:

@@ -1,8 +1,9 @@
 """Impressions in the ranker's training: items that were shown, with a behaviour or without.
 
 Of each drawn event, the own item is a positive, and at most `MAX_SHOWN` of the items that were
-shown before it are negatives, each weighted by the number of those that it stands for. All are
-scored just before the event, as a request at that time would.
+shown with it are negatives, each weighted by the number of those that it stands for. All are scored
+just before the first event of the same second, as a request for that page would: an earlier click
+on the same page would give the label away.
 
 What stands on top is clicked more often, whatever it is. A term of each position is added to the
 logit in training and left out in service, so the logit is about the item alone.
@@ -28,13 +29,43 @@ from npu_gr.train.data import Batch, InteractionLog, batches
 from npu_gr.train.data import Window as Part
 from npu_gr.train.metrics import F64, Difference, auc, difference_of_auc, known
 from npu_gr.train.rank.forward import EncodedHistories
-from npu_gr.train.rank.inputs import LogInputs
+from npu_gr.train.rank.inputs import LogInputs, pages_of
 from npu_gr.train.rank.options import TrainOptions
 
 MAX_SHOWN = 8  # impressions of an event in one step
 MAX_POSITION = 50  # further positions share a term
 BIAS_SCALE = 10.0  # the terms learn so much faster than other weights, and first
 BATCH_TOKENS = 2048
+
+
+def shown_rates(log: InteractionLog) -> F64:
+    """Compute how often each item is clicked where it is shown, in the trained events.
+
+    A rate is smoothed by as many pseudo-impressions at the rate of all items as fit the spread of
+    the items' rates (beta-binomial, by the method of moments): where chance explains the spread,
+    all rates are equal.
+
+    Returns:
+        float64 [num_items] rates, 0 .. 1; that of all items for an item that was not shown.
+    """
+    shown = log.shown
+    assert shown is not None
+    own = log.trained & ((shown.of_events >= 0) | ~(shown.of_events >= 0).any())
+    clicks, misses = (
+        np.bincount(items, minlength=log.num_items)
+        for items in (log.items[own], shown.items[log.trained[shown.events]])
+    )
+    counts = clicks + misses
+    total = max(1, int(counts.sum()))
+    mean = clicks.sum() / total
+    spread = (counts * (clicks / counts.clip(min=1) - mean) ** 2).sum() / (mean * (1 - mean) or 1.0)
+    by_chance = max(0, int((counts > 0).sum()) - 1)
+    share = (spread - by_chance) / max(1e-9, total - np.square(counts / total**0.5).sum())
+    num_pseudo = 1 / min(max(share, 1e-9), 1.0) - 1
+    rates: F64 = np.full(log.num_items, mean)
+    seen = counts > 0
+    rates[seen] = (clicks[seen] + num_pseudo * mean) / (counts[seen] + num_pseudo)
+    return rates
 
 
 def position_biases() -> nn.Embedding:
@@ -87,8 +118,13 @@ def shown_loss(
     of_events = torch.from_numpy(shown.of_events)[events]
     if (shown.of_events >= 0).any():  # an event without a position was not shown by a page
         is_drawn = is_drawn & (of_events >= 0)
+    # its page begins before the clicks of the same second, which tell nothing to a request
+    begins = torch.from_numpy(inputs.pages)[events]
+    num_clicks = torch.from_numpy(inputs.page_clicks)[events]
+    some = (some - (events - begins)).clamp(min=0)
+    moments = batch.events.gather(1, some)
     first, last = (
-        torch.from_numpy(np.searchsorted(shown.events, events.numpy(), side))
+        torch.from_numpy(np.searchsorted(inputs.pages[shown.events], begins.numpy(), side))
         for side in ("left", "right")
     )
     counts = last - first
@@ -96,16 +132,18 @@ def shown_loss(
     is_there = torch.arange(MAX_SHOWN) < counts.clamp(max=MAX_SHOWN)[..., None]
     drawn = drawn.where(is_there, 0)
     negatives = torch.from_numpy(shown.items)[drawn]
-    candidates = torch.cat([batch.items.gather(1, some)[..., None], negatives], dim=-1)
+    own = torch.from_numpy(inputs.log.items)[events]
+    candidates = torch.cat([own[..., None], negatives], dim=-1)
     places = torch.cat([of_events[..., None], torch.from_numpy(shown.positions)[drawn]], dim=-1)
     rows = encoded.rows(
-        candidates, some, inputs.request(events), inputs.cross_of(events, candidates)
+        candidates, some, inputs.request(moments), inputs.cross_of(moments, candidates)
     )
     logits = model.task_logits(rows)[..., task]
     logits = logits + BIAS_SCALE * biases((places + 1).clamp(0, MAX_POSITION + 1))[..., 0]
     labels = torch.zeros_like(logits)
     labels[..., 0] = 1
-    stands_for = counts / counts.clamp(min=1, max=MAX_SHOWN)
+    # each click of a page may be drawn, so each takes its part of the others
+    stands_for = counts / counts.clamp(min=1, max=MAX_SHOWN) / num_clicks
     weights = torch.cat(
         [torch.ones_like(stands_for)[..., None], stands_for[..., None] * is_there], dim=-1
     )
@@ -189,7 +227,9 @@ class ShownFigures:
         self.labels = labels[order]
         self.users = log.users[self.events]
         tasks = [task] if next_task is None else [task, next_task]
-        self.logits = shown_logits(log, model, self.events, self.items, tasks)
+        moments = pages_of(log)[self.events]
+        self.logits = shown_logits(log, model, moments, self.items, tasks)
+        self.rates = shown_rates(log)[self.items]  # the simplest baseline
 
     @property
     def auc(self) -> float:
@@ -204,6 +244,13 @@ class ShownFigures:
         ours, theirs = self.logits.T
         return difference_of_auc(ours, theirs, self.labels, self.users)
 
+    @property
+    def minus_rates(self) -> Difference | None:
+        """The AUC minus that of the items' own click rates; None = nothing was evaluated."""
+        if not len(self.labels):
+            return None
+        return difference_of_auc(self.logits[:, 0], self.rates, self.labels, self.users)
+
     def as_dict(self) -> dict[str, float]:
         """Return the figure by name, without one that is NaN."""
         return known({f"auc_{self._name}": self.auc})
@@ -217,4 +264,15 @@ class ShownFigures:
                 f"; minus that of the next item's logit: {found.mean:+.4f} ({found.low:+.4f} .. "
                 f"{found.high:+.4f})"
             )
+        if (found := self.minus_rates) is not None:
+            line += (
+                f"; minus that of the items' own click rates: {found.mean:+.4f} ({found.low:+.4f} "
+                f".. {found.high:+.4f})"
+            )
+            if found.high < 0:
+                line += (
+                    f"\nWARNING: do not order pages by {self._name}: how often an item is clicked "
+                    "where it is shown tells more than the model, so gradient-boosted trees on "
+                    "such counts are better, too."
+                )
         return line

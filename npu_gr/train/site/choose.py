@@ -103,6 +103,18 @@ def selection_cases(
     return next_events(log, known, users=np.sort(others))
 
 
+def other_cases(
+    log: Interactions, tested: Sequence[str], cases: Sequence[NextEventCase]
+) -> list[NextEventCase]:
+    """Return the last events of the tested users who are not among the cases."""
+    known = to_train_on(log.users, log.timestamps, "leave-one-out")
+    users = drawn_users(log, known)
+    names = np.array(log.user_names, np.str_)[users]
+    asked = np.array([case.user for case in cases], np.str_)
+    is_other = np.isin(names, np.array(tested, np.str_)) & ~np.isin(names, asked)
+    return next_events(log, known, users=users[is_other])
+
+
 async def _choose(
     path: Path,
     overrides: Sequence[str],

@@ -39,9 +39,14 @@ from npu_gr.train.cascade import (
     repeat_ratio,
 )
 from npu_gr.train.data import to_train_on
-from npu_gr.train.metrics import ndcg
+from npu_gr.train.metrics import F64, hit_ratio, ndcg
 from npu_gr.train.options import curl, serve
-from npu_gr.train.site.choose import choose_for_site, configured_way, selection_cases
+from npu_gr.train.site.choose import (
+    choose_for_site,
+    configured_way,
+    other_cases,
+    selection_cases,
+)
 from npu_gr.train.site.configuration import (
     EVALUATED_CONFIG,
     PRESETS,
@@ -69,7 +74,7 @@ from npu_gr.train.site.tensorboard_log import tensorboard_log
 from npu_gr.train.site.verdict import NextItemTest, verdict_of, verdict_of_ranker
 from npu_gr.train.steps import training_progress
 
-AskService = Callable[[Path, Sequence[str], Sequence[NextEventCase]], float]
+AskService = Callable[[Path, Sequence[str], Sequence[NextEventCase]], F64]
 
 
 class TrainedSite(NamedTuple):
@@ -120,8 +125,9 @@ def train_site(
         num_threads: Threads of all trainings together.
         console: Terminal for progress and figures.
         preset: Name in `PRESETS` of the options that `overrides` does not set.
-        ask: Starts a service of a configuration with overrides, and returns HR@10 of `recommend`
-            for held-out events; compared with the figure by which the cascade was chosen.
+        ask: Starts a service of a configuration with overrides, and returns the rank of each
+            held-out event's item in `recommend`, from 0; inf = not answered. They are compared with
+            the figure by which the cascade was chosen, and give the verdict.
         accept: Callback before the new models replace those in service; its error keeps these.
         like: Folder of a site whose actions, tasks, features and codes keep their meaning.
         trains_on: Whether the models in service are trained on, in fewer epochs, instead of anew.
@@ -133,7 +139,9 @@ def train_site(
             site in service stays as it was.
     """
     dataset = read_dataset(data)
-    options = override(options_for(len(dataset.names), PRESETS[preset]), overrides)
+    num_events, num_users = dataset.manifest["events"], dataset.manifest["users"]
+    by_size = options_for(len(dataset.names), PRESETS[preset], num_events, num_users)
+    options = override(by_size, overrides)
     # a site that is like itself keeps models whose data have not changed
     is_own = like is not None and like.resolve() == site.resolve()
     text = train_command(data, site, preset, overrides, num_threads, None if is_own else like)
@@ -245,7 +253,10 @@ def _train(
         folder.finish(name, report)
         parts[name] = report  # type: ignore[index]
         before = f", trained on from {report.started_from}" if report.started_from else ""
-        console.print(f"{name}: version {report.version}{before}, in {report.took_s:.0f} s")
+        console.print(
+            f"{name}: version {report.version}{before}, in {report.took_s:.0f} s "
+            f"({report.cpu_s:.0f} CPU seconds, at most {report.peak_bytes / 1e9:.1f} GB)"
+        )
 
     if trainings:
         names = ", ".join(training.name for training in trainings)
@@ -495,13 +506,20 @@ def _compared(
 ) -> SiteCascade:
     """Serve the evaluated models as configured, and compare their HR@10 with the chosen one.
 
+    The verdict is that of what is served, for all tested users but those who chose.
+
     Raises:
         DataError: They differ by more than `MOST_DIFFERENCE`.
     """
     if cascade.hr_at_10 is None:
         return cascade
-    cases = selection_cases(log, options.selection_users, _tested(folder))
-    found = ask(folder.staged / EVALUATED_CONFIG, _staged_models(folder, options), cases)
+    tested = _tested(folder)
+    cases = selection_cases(log, options.selection_users, tested)
+    others = other_cases(log, tested, cases)
+    ranks = ask(
+        folder.staged / EVALUATED_CONFIG, _staged_models(folder, options), [*cases, *others]
+    )
+    found = hit_ratio(ranks[: len(cases)], TOP)
     text = (
         f"recommend over HTTP, as configured: HR@10 {found:.3f} of {len(cases):,} held-out events"
     )
@@ -511,7 +529,13 @@ def _compared(
             "is served, so the site was not replaced"
         )
     words = (*cascade.words, f"{text} (chosen with {cascade.hr_at_10:.3f})")
-    return msgspec.structs.replace(cascade, words=words)
+    test = NextItemTest.read(_evaluated_models(folder)["ranker"], exclude_seen=cascade.exclude_seen)
+    verdict = cascade.verdict
+    if test is not None:
+        rows = [*np.flatnonzero(~choosing_half(len(cases))), *range(len(cases), len(ranks))]
+        asked = [*cases, *others]
+        verdict = verdict_of([asked[row] for row in rows], ranks[rows], test)
+    return msgspec.structs.replace(cascade, words=words, verdict=verdict)
 
 
 def _is_changed(path: Path, was_written: str | None) -> bool:

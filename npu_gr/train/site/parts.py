@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -109,6 +110,8 @@ def train_part(
         measured_on=trained.measured_on,
         num_events=len(dataset.interactions()),
         took_s=time.perf_counter() - began_at,
+        cpu_s=time.process_time(),  # the process trains this model alone
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         figures=trained.figures,
         words=trained.words,
         warning=trained.warning,

@@ -41,6 +41,8 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     measured_on: str  # training and test events of the evaluated model, in words
     num_events: int  # events that the served model was trained on
     took_s: float
+    cpu_s: float = 0.0  # of its process; 0 = made by an older version
+    peak_bytes: int = 0  # memory of its process at the most
     figures: tuple[Figure, ...]
     words: tuple[str, ...] = ()  # differences to baselines with intervals, a sentence each
     started_from: str = ""  # version of the model that was trained on; "" = random weights

@@ -63,7 +63,7 @@ def check_pool(pool: PrefixPool) -> None:
     assert all(entry.state is EntryState.RESERVED for entry in pool._reserved.values())
     assert all(entry.is_published for entry in pool._found.values())
     assert pool._reserved.num_pages == sum(e.num_pages for e in pool._reserved.values())
-    holdings = pool.shares.accounts
+    holdings = (*pool.shares.accounts, pool._tenant_room.spare)
     for holding in holdings:
         for group in (holding.waiting, holding.evictable):
             assert group.num_pages == sum(entry.num_pages for entry in group.values())

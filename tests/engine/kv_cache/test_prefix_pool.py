@@ -52,6 +52,10 @@ def filled(
     return entry
 
 
+def is_spare(entry: PrefixEntry) -> bool:
+    return entry.key.user.user == "d"
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random interleavings of prefill jobs, ranks, expiry and erasure, against a plain model.
 
@@ -82,7 +86,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     def share_pages(self, user: str) -> float:
         """By definition: weight / weights of all that asked within the minute * pages."""
-        wanting = {u for u, at in self.asked_at.items() if self.clock.now_at - at < WANTS_S}
+        recent = {u for u, at in self.asked_at.items() if self.clock.now_at - at < WANTS_S}
+        wanting = recent - {"d"}  # spare entries are of no tenant
         weights = {u: 2.0 if u == "c" else 1.0 for u in wanting}
         return 12 * weights.get(user, 0.0) / (sum(weights.values()) or 1.0)
 
@@ -95,6 +100,7 @@ class PoolMachine(RuleBasedStateMachine):
         is_within = not held[user] or held[user] + need <= self.share_pages(user)
         is_alone = self.share_pages(user) == 12
         was_waiting = {e for e in self.visible if e.state is EntryState.LIVE}
+        spare = {e for e in self.visible if is_spare(e) and e.state is EntryState.EVICTABLE}
         self.evicted.clear()
         try:
             entry = self.pool.reserve(
@@ -113,8 +119,11 @@ class PoolMachine(RuleBasedStateMachine):
                     over = max(0, held[other] - self.share_pages(other))
                     assert need > free // LAYOUT.page_bytes + min(over, pages)
             return
+        assert all(map(is_spare, self.evicted)) or spare <= set(self.evicted)  # I5
         for gone in self.evicted:
             assert not gone.leases
+            if is_spare(gone):
+                continue
             other = gone.key.user.user
             if other != user:
                 assert held[other] > self.share_pages(other)
@@ -122,6 +131,23 @@ class PoolMachine(RuleBasedStateMachine):
                 assert is_within
                 assert other != user
             held[other] -= gone.num_pages
+        self.forget(self.evicted)
+        self.reserved.append(entry)
+
+    @rule(num_tokens=st.integers(1, 24))
+    def reserve_spare(self, num_tokens: int) -> None:
+        spare = {e for e in self.visible if is_spare(e) and e.state is EntryState.EVICTABLE}
+        room = self.pool.free_bytes // LAYOUT.page_bytes + sum(e.num_pages for e in spare)
+        self.evicted.clear()
+        name = key("d", str(next(self.numbers)), tenant="of d")
+        try:
+            entry = self.pool.reserve(name, num_tokens, is_spare=True)
+        except PoolExhausted:
+            assert LAYOUT.pages(num_tokens) > room
+            assert not self.evicted
+            return
+        assert LAYOUT.pages(num_tokens) <= room
+        assert all(map(is_spare, self.evicted))  # I5
         self.forget(self.evicted)
         self.reserved.append(entry)
 
@@ -142,6 +168,9 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.publish(entry)
             if not was_dropped:
                 self.visible.append(entry)
+                if is_spare(entry):
+                    with self.pool.lease(entry, consume=True):
+                        pass  # so that it may be evicted
         else:
             self.pool.abandon(entry)
 
@@ -181,7 +210,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         check_pool(self.pool)
-        for user in "abc":
+        for user in "abcd":
             found = self.pool.find(UserKey(f"of {user}", user), "v1", LAYOUT.layout_id)
             assert set(map(id, found)) == {id(e) for e in self.visible if e.key.user.user == user}
         for entry in self.visible:
@@ -208,7 +237,7 @@ class PoolMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for _, block in self.leases:
             block.__exit__(None, None, None)
-        for user in "abc":
+        for user in "abcd":
             self.pool.erase_user(UserKey(f"of {user}", user))
         for entry in self.reserved:
             self.pool.abandon(entry)
@@ -219,6 +248,31 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(
     deadline=None, max_examples=60, stateful_step_count=40, derandomize=True
 )
+
+
+def ranked(pool: PrefixPool, name: PrefixKey, num_tokens: int, *, is_spare: bool) -> PrefixEntry:
+    entry = pool.reserve(name, num_tokens, is_spare=is_spare)
+    assert pool.publish(entry)
+    with pool.lease(entry, consume=True):
+        pass
+    return entry
+
+
+def test_spare_entries_make_room_first_and_take_none() -> None:
+    made, _ = pool(4)
+    first = ranked(made, key("a"), 4, is_spare=False)
+    spare = ranked(made, key("b"), 4, is_spare=True)
+    last = ranked(made, key("c"), 4, is_spare=False)
+    with pytest.raises(PoolExhausted):
+        made.reserve(key("d"), 12, is_spare=True)  # one page is free, one is of a spare entry
+    assert made.get(spare.key) is spare
+    filled(made, key("e"), 8)  # of one tenant, whose oldest entry is `first`
+    assert made.get(spare.key) is None
+    assert made.get(first.key) is first
+    assert made.get(last.key) is last
+    with pytest.raises(PoolExhausted):
+        made.reserve(key("d"), 4, is_spare=True)
+    check_pool(made)
 
 
 @pytest.mark.parametrize("end", ["publish", "abandon"])

@@ -15,8 +15,9 @@ from npu_gr.history_store.interactions import Impressions, Interactions
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.metrics import difference_of_auc
 from npu_gr.train.rank.fit import fit
+from npu_gr.train.rank.inputs import pages_of
 from npu_gr.train.rank.options import NEXT, SHOWN, Task, TrainOptions, choose_tasks, make_labels
-from npu_gr.train.rank.shown import MAX_SHOWN, ShownFigures, _draws, shown_logits
+from npu_gr.train.rank.shown import MAX_SHOWN, ShownFigures, _draws, shown_logits, shown_rates
 from npu_gr.train.rank.train import train_rank
 
 START = 1_700_000_000
@@ -111,6 +112,25 @@ def test_impressions_come_just_before_the_next_event_of_the_user() -> None:
     assert sorted(log.item_ids[inner.items].tolist()) == [1, 1, 2, 3]
 
 
+def test_clicks_of_one_page_do_not_give_each_other_away() -> None:
+    """Pages that are clicked by chance, some of them twice: nothing can tell what is clicked."""
+    random = np.random.default_rng(0)
+    pages = []
+    for user in range(60):
+        for page in range(12):
+            clicked = (random.random(5) < 0.5).tolist()
+            items = random.choice(8, 5, replace=False).tolist()
+            pages.append(Page(user, page * 7200 + user, items, clicked))
+    log = build_log(logged(pages, has_positions=False), [], "user-time")
+    begins = pages_of(log)
+    for event in range(len(begins)):
+        same = (log.users == log.users[event]) & (log.times == log.times[event])
+        assert begins[event] == np.flatnonzero(same)[0]
+    options = msgspec.structs.replace(TINY, epochs=30, learning_rate=0.01, shown_ratio=1.0)
+    model = fit(log, [], (SHOWN,), options, [], "test", lambda _: None).model
+    assert abs(ShownFigures(log, model, "click", 0, None).auc - 0.5) < 0.06
+
+
 def test_a_draw_repeats_nothing_and_has_all_of_a_few() -> None:
     counts = torch.tensor([[0, 3, MAX_SHOWN, 50]])
     for _ in range(20):
@@ -144,6 +164,38 @@ def test_impressions_tell_what_is_clicked_from_what_is_shown_often() -> None:
     )
     assert found is not None
     assert found.low > 0.03, (with_shown.auc, without.auc, found)
+    # the report says so if counts of each item tell as much as the model
+    tested = with_shown.labels
+    with_shown.logits[:, 0] = tested
+    assert "minus that of the items' own click rates: +0." in with_shown.text()
+    assert "WARNING" not in with_shown.text()
+    with_shown.logits[:, 0] = np.random.default_rng(0).random(len(tested))
+    assert "WARNING: do not order pages by click: how often" in with_shown.text()
+
+
+def test_click_rates_are_of_trained_pages_and_shrink_to_what_chance_explains() -> None:
+    pages = synthetic(2, 60, 12)
+    log = build_log(logged(pages), [], "user-time")
+    shown = log.shown
+    assert shown is not None
+    rates = shown_rates(log)
+    clicks, counts = np.zeros(12), np.zeros(12)
+    for event in np.flatnonzero(log.trained).tolist():
+        clicks[log.items[event]] += 1
+        counts[log.items[event]] += 1
+    for event, item in zip(shown.events.tolist(), shown.items.tolist(), strict=True):
+        counts[item] += bool(log.trained[event])
+    mean = clicks.sum() / counts.sum()
+    plain = clicks / counts
+    # between its own rate and that of all, closer to its own the more often it was shown
+    own_share = (rates - mean) / (plain - mean)
+    assert ((own_share > 0) & (own_share < 1)).all()
+    np.testing.assert_array_equal(np.argsort(own_share), np.argsort(counts, kind="stable"))
+    # pages that are clicked by chance alone: all items are alike
+    random = np.random.default_rng(0)
+    alike = [page._replace(clicked=(random.random(5) < 0.4).tolist()) for page in pages]
+    by_chance = shown_rates(build_log(logged(alike), [], "user-time"))
+    assert by_chance.max() - by_chance.min() < 0.1 * (plain.max() - plain.min())
 
 
 def test_the_position_explains_what_the_item_does_not() -> None:

@@ -25,7 +25,7 @@ from tests.tools.test_site import TINY, one_after_the_other
 
 NUM_USERS = 32
 SMALL = "without=[generator]"
-TIMES = ("made_at", "took_s", "started_at")
+TIMES = ("made_at", "took_s", "cpu_s", "peak_bytes", "started_at")
 
 
 def write_log(path: Path, events: tuple[str, ...]) -> Path:

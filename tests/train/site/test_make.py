@@ -6,9 +6,11 @@ import io
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -18,7 +20,8 @@ from npu_gr.dataset.build import add, prepare
 from npu_gr.dataset.files import read_dataset
 from npu_gr.dataset.options import PrepareOptions
 from npu_gr.service.config import load
-from npu_gr.train.cascade import CascadeChoice, CascadeWay
+from npu_gr.train.cascade import CascadeChoice, CascadeWay, NextEventCase, choosing_half
+from npu_gr.train.metrics import F64
 from npu_gr.train.options import list_options
 from npu_gr.train.rank.options import LIKE, NEXT
 from npu_gr.train.site import make
@@ -273,33 +276,57 @@ def test_repeats_decide_whether_seen_items_are_served(
 
 
 def test_a_site_that_serves_something_else_is_not_put_in_place(
-    tmp_path: Path, trainings: Trainings
+    tmp_path: Path, trainings: Trainings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = dataset(tmp_path)
     way = CascadeWay(("shared_encoder",), "retrieval")
     trainings.choice = CascadeChoice(way, [], [], 5, hr_of_all=0.7)
     asked: list[Any] = []
+    chooses = [
+        NextEventCase(
+            user=f"c{row}",
+            items=[1],
+            values=[0.0],
+            actions=[0.0],
+            timestamps=[1],
+            target=2,
+            happened_at=2,
+        )
+        for row in range(40)
+    ]
+    others = [replace(case, user=f"t{row}") for row, case in enumerate(chooses)]
+    monkeypatch.setattr(make, "selection_cases", lambda *_: chooses)
+    monkeypatch.setattr(make, "other_cases", lambda *_: others)
+    first, last = np.zeros(80), np.full(80, 99.0)
+    users = [case.user for case in (*chooses, *others)]
+    test = NextItemTest(users=users, ranks={"ranker": first, "Markov counts": last})
+    monkeypatch.setattr(NextItemTest, "read", lambda *_, exclude_seen: test)
 
     def train(found: float) -> str:
         text = io.StringIO()
 
-        def ask(config: Path, overrides: Sequence[str], cases: Sequence[Any]) -> float:
+        def ask(config: Path, overrides: Sequence[str], cases: Sequence[Any]) -> F64:
             recommend = load(config, overrides).recommend
             assert recommend is not None
             asked.append((list(recommend.sources), recommend.order, len(cases)))
-            return found
+            return np.where(np.arange(80) < 40 * found, 0.0, np.inf)
 
         console = Console(file=text, width=200)
-        make.train_site(data, tmp_path / "site", (), 2, console, ask=ask)
-        return text.getvalue()
+        report = make.train_site(data, tmp_path / "site", (), 2, console, ask=ask)
+        assert report.verdict is not None
+        return text.getvalue() + report.verdict.text
 
     with pytest.raises(DataError, match=r"HR@10 0.325 .*, but it was chosen with 0.700"):
         train(0.325)
     assert not (tmp_path / "site" / "serve.yaml").exists()
-    said = train(0.695)
-    assert asked == [(["shared_encoder"], "retrieval", 0)] * 2
-    assert "recommend over HTTP, as configured: HR@10 0.695" in said
+    said = train(0.7)
+    assert asked == [(["shared_encoder"], "retrieval", 80)] * 2
+    assert "recommend over HTTP, as configured: HR@10 0.700 of 40 held-out" in said
     assert "(chosen with 0.700)" in said
+    # what was served, of the half that did not choose and of the other tested users
+    hits = int((~choosing_half(40))[:28].sum())
+    assert f"HR@10 {hits / 60:.3f} against 0.000" in said
+    assert "for 60 held-out users" in said
     train(0.1)  # nothing changed, so nothing is asked
     assert len(asked) == 2
 
@@ -446,6 +473,25 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
 )
 def test_there_are_enough_semantic_ids(num_items: int, codes: tuple[int, ...]) -> None:
     assert options_for(num_items).generate.code_count == codes
+
+
+@pytest.mark.parametrize(
+    ("num_events", "num_users", "epochs", "tested"),
+    [
+        (100_000, 943, (16, 20), 1000),
+        (198_502, 22_363, (16, 20), 2236),
+        (1_000_000, 100_000, (5, 5), 3000),
+        (10**8, 10**7, (2, 2), 3000),
+    ],
+)
+def test_a_long_log_takes_fewer_epochs_and_more_test_users(
+    num_events: int, num_users: int, epochs: tuple[int, int], tested: int
+) -> None:
+    found = options_for(1000, PRESETS["full"], num_events, num_users)
+    assert (found.rank.epochs, found.generate.epochs) == epochs
+    assert found.generate.validate_every <= found.generate.epochs
+    # the same for all, so that the baselines are fitted once
+    assert {one.test_users for one in (found.rank, found.generate, found.retrieve)} == {tested}
 
 
 def test_options_of_every_model_are_listed_in_their_sections() -> None:

@@ -16,7 +16,7 @@ from npu_gr.train.cascade import (
 )
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.train import train_rank
-from npu_gr.train.site.choose import selection_cases
+from npu_gr.train.site.choose import other_cases, selection_cases
 from npu_gr.train.site.make import _without_choice
 from npu_gr.train.site.report import SiteCascade
 from npu_gr.train.site.verdict import (
@@ -65,6 +65,10 @@ def test_users_whom_the_baselines_ranked_choose_and_evaluate_first() -> None:
     assert [case.user for case in selection_cases(log, 12, tested)] == others[:3] + tested
     demo = [name for name in log.user_names if name not in others]  # never these
     assert not {case.user for case in selection_cases(log, 1000, demo)} & set(demo)
+    # and the tested users who are not among these evaluate what is served, those of the demo too
+    chose = selection_cases(log, 9, tested)
+    users = [*demo[:5], *others[:3], *tested]
+    assert {case.user for case in other_cases(log, users, chose)} == set(users) - set(tested)
 
 
 def test_the_verdict_names_the_strongest_baseline_of_the_same_users() -> None:
