@@ -188,8 +188,7 @@ defaults
   timeout http-request {_ms(config.header_timeout_s)}
   timeout http-keep-alive {_ms(config.idle_timeout_s)}
   option dontlognull
-  option http-keep-alive
-  option idle-close-on-response  # a reload closes no idle connection on which a request is coming
+  option http-keep-alive  # and no idle-close-on-response: the old process has revoked keys
   http-reuse always
   retries 2
   option redispatch 1  # every retry goes to another instance

@@ -84,6 +84,7 @@ STDOUT = {"instance": "a", "stream": "stdout"}
 DEVICE = {"instance": "a", "worker": "device_0"}
 RECORDER = {"instance": "a", "worker": "recorder"}
 SWITCHED = 'npu_gr_prefix_cache_switched_off{instance="a"}'
+ROLLED_BACK = 'npu_gr_guard_rollbacks_total{instance="a",reason="items"}'
 ADMITTED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="admitted"}'
 SHED = 'npu_gr_admissions_total{instance="a",kind="rank",verdict="overloaded"}'
 WASTED = 'npu_gr_prefill_wasted_total{instance="a",kind="rank"}'
@@ -257,6 +258,14 @@ CAUSES: list[Case] = [
     *one("NpuGrDevicePassHangs", stuck("device_0", 1), stuck("device_0", 0), 3, **DEVICE),
     *one("NpuGrWorkLate", stuck("recorder", 1), stuck("device_0", 1), 4, **RECORDER),
     *one("NpuGrPrefixCacheOff", {SWITCHED: "0 0 1x3"}, {SWITCHED: "0x5"}, 4, **INSTANCE),
+    *one(
+        "NpuGrModelRolledBack",
+        {ROLLED_BACK: "0 0 1x3"},
+        {ROLLED_BACK: "0x5"},
+        4,
+        instance="a",
+        reason="items",
+    ),
     *one("NpuGrTierOverBudget", held(60, 41), held(60, 40), 5, instance="a", tier="hbm"),
     *one(
         "NpuGrBackendFallbacks",
@@ -451,6 +460,7 @@ def as_test(case: Case) -> dict[str, Any]:
                         .replace("{{ $labels.lane }}", "writes")
                         .replace("{{ $labels.of }}", "server")
                         .replace("{{ $labels.place }}", "store")
+                        .replace("{{ $labels.reason }}", labels.get("reason", ""))
                         .replace("{{ $labels.stream }}", "stdout")
                         .replace("{{ $labels.worker }}", labels.get("worker", ""))
                         for name, text in ALERTS[alert]["annotations"].items()

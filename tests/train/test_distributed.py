@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -54,6 +55,7 @@ EXACT_GENERATOR = msgspec.structs.replace(
 # users with 2 to 10 events: the parts of a batch have different numbers of events
 RAGGED = LOG[np.random.default_rng(0).random(len(LOG)) < np.linspace(0.3, 1.0, 24)[LOG.users]]
 TOLERANCE = 1e-5
+WRITING = patch.multiple(resume, EVERY_S=0.0, MOST_SHARE=1e9)  # after every step
 DIES_AT = 5  # step of a rank; an epoch has 3
 
 Steps = list[tuple[float, list[torch.Tensor | None]]]
@@ -106,9 +108,9 @@ def generator_steps() -> Steps:
     return recorded(lambda: train_generator(RAGGED, [], EXACT_GENERATOR, None, lambda _: None))
 
 
+@WRITING
 def trained(folder: Path | None) -> tuple[dict[str, torch.Tensor], tuple[float, ...]]:
     """Train a ranker with all its random draws; only rank 0 keeps states."""
-    resume.EVERY_S, resume.MOST_SHARE = 0.0, 1e9
     states = TrainingStates(folder, "x") if folder is not None and Ranks().is_first else NO_STATES
     found = fitted(RANKER, states)
     return found.model.state_dict(), found.curve
@@ -119,9 +121,9 @@ def match_steps() -> Steps:
     return recorded(lambda: matched(None, batch_anchors=1, batch_edges=301))
 
 
+@WRITING
 def matched(folder: Path | None, **changes: Any) -> tuple[dict[str, torch.Tensor], Any]:
     """Train vectors of two domains; all draws are those of one process."""
-    resume.EVERY_S, resume.MOST_SHARE = 0.0, 1e9
     states = TrainingStates(folder, "x") if folder is not None and Ranks().is_first else NO_STATES
     options = quick(source_steps=3, target_steps=4, inter_steps=4, evaluate_every=2, **changes)
     with TemporaryDirectory() as files:

@@ -355,7 +355,23 @@ class RankMetrics:
             "codes, or unscored.",
             ("state",),
         )
-        self._registry = make.registry
+        self._row_reads: Callable[[], Mapping[str, int]] = dict
+        places = {"hits": "hot", "misses": "disk", "changed": "changed", "prefetched": "prefetched"}
+        ReadCounter(
+            make.registry,
+            "npu_gr_item_rows",
+            "Distinct item rows of passes by where they were: hot, on disk, changed by a delta; "
+            "and those read ahead at signals. 0 unless the checkpoint is sharded.",
+            "where",
+            lambda: {place: self._row_reads().get(field, 0) for field, place in places.items()},
+        )
+        ReadCounter(
+            make.registry,
+            "npu_gr_item_rows_read_bytes",
+            "Bytes of item rows that were read from files.",
+            "where",
+            lambda: {"disk": self._row_reads().get("read_bytes", 0)},
+        )
         self._spare_items = make.gauge(
             "spare_item_rows",
             "Rows of the ranker's table that new items can get: free ones, and those of items that "
@@ -391,22 +407,7 @@ class RankMetrics:
         Args:
             read: Returns the rows by `RowReads` field.
         """
-        places = {"hits": "hot", "misses": "disk", "changed": "changed", "prefetched": "prefetched"}
-        ReadCounter(
-            self._registry,
-            "npu_gr_item_rows",
-            "Distinct item rows of passes by where they were: hot, on disk, changed by a delta; "
-            "and those read ahead at signals. 0 unless the checkpoint is sharded.",
-            "where",
-            lambda: {place: read()[field] for field, place in places.items()},
-        )
-        ReadCounter(
-            self._registry,
-            "npu_gr_item_rows_read_bytes",
-            "Bytes of item rows that were read from files.",
-            "where",
-            lambda: {"disk": read()["read_bytes"]},
-        )
+        self._row_reads = read
 
     def observe_items(
         self, scored: Callable[[], int], unscored: Callable[[], int], spare: Callable[[], int]

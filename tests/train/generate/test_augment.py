@@ -81,4 +81,4 @@ def test_a_user_of_whom_nothing_is_kept_has_no_window() -> None:
     drawn = replace(
         log, items=log.items[:0], starts=np.zeros(3, np.int64), num_trained=np.zeros(2, np.int64)
     )
-    assert windows(drawn, 4, np.random.default_rng(0)) == []
+    assert len(windows(drawn, 4, np.random.default_rng(0))) == 0
