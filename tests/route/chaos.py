@@ -302,23 +302,15 @@ class Load:
         status = 0
         instance = ""
         answer: dict[str, Any] = {}
-        # A connection may be closed at the very moment at which a request goes out on it, as
-        # HAProxy closes idle ones when it reloads. A rank is sent again, as our client does.
-        for _ in range(2 if kind == "rank" else 1):
-            try:
-                async with http.post(
-                    self._url + kind,
-                    json={"user_id": user, **body},
-                    headers=headers,
-                    timeout=timeout,
-                ) as got:
-                    status, instance = got.status, got.headers.get("X-NpuGr-Instance", "")
-                    answer = await got.json(content_type=None) or {}
-                    break
-            except (aiohttp.ClientError, TimeoutError) as error:
-                status = 0
-                if not isinstance(error, aiohttp.ClientConnectionError):
-                    break
+        try:
+            url = self._url + kind
+            async with http.post(
+                url, json={"user_id": user, **body}, headers=headers, timeout=timeout
+            ) as got:
+                status, instance = got.status, got.headers.get("X-NpuGr-Instance", "")
+                answer = await got.json(content_type=None) or {}
+        except (aiohttp.ClientError, TimeoutError):
+            status = 0
         sample = Sample(
             kind=kind,
             user=user,
