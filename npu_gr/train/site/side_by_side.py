@@ -1,14 +1,15 @@
 """Run several trainings at once, each in a process of its own.
 
 A small model's training cannot use two cores well, so two trainings at once are faster than one
-after the other. If the parent ends, a child ends at its next step, when it cannot write its
-progress.
+after the other. A child ends with its parent, which a signal may end without a word.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -128,6 +129,7 @@ def _result(child: _Child[R]) -> R:
 def _main(work: Callable[[Show], R], num_threads: int, pipe: Connection) -> None:
     # Ctrl-C reaches the parent too, which terminates this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     set_up_process()
     import torch
 
@@ -138,3 +140,10 @@ def _main(work: Callable[[Show], R], num_threads: int, pipe: Connection) -> None
         pipe.send(error)
     except BrokenPipeError:
         pass  # the parent has ended
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)  # also out of minutes without a step, such as those of a baseline
