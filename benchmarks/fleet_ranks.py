@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from npu_gr.train.match.train import MatchOptions, Trainer
 from npu_gr.train.rank.fit import fit
 from npu_gr.train.rank.options import TrainOptions, choose_tasks
 from npu_gr.train.steps import TrainingProgress
+from tests.ports import free_port
 
 SIZES = (1, 2)  # ranks
 TARGET = 1.6  # steps a second of two ranks / of one
@@ -69,9 +69,7 @@ def lines(num_events: int, num_steps: int, seed: int) -> Iterator[Line]:
 
 def _rate(size: int, name: str, num_events: int, num_steps: int, seed: int) -> float:
     """Train on ranks of their own processes; return the steps a second."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe(duplex=False)

@@ -49,8 +49,8 @@ class Again:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for name, printed in self._alone.items():
             terminalreporter.write(printed)
-            end = "failed alone as well" if printed else "passed alone"
-            terminalreporter.write_line(f"flaky: {name} failed among others, {end}")
+            line = f"{name} failed alone as well" if printed else f"flaky: {name} passed alone"
+            terminalreporter.write_line(line)
 
 
 def pytest_configure(config: pytest.Config) -> None:
