@@ -143,6 +143,7 @@ def _ranker(
         known: tuple[KnownItems | None, KnownItems | None] = (None, None)
         if start is not None:
             known = known_codes(start.evaluated), known_codes(start.served)
+        show(TrainingProgress("ranker: codes of the items", 0, 1))
         codes = RankerCodes(*both_codes(interactions, features, options.generate, known))
     rank = SharedBaselines(folder.parent)
     checkpoint, found = train_rank(
