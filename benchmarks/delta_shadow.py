@@ -32,7 +32,7 @@ def call(port: int, method: str, body: dict[str, Any] | None = None) -> dict[str
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         headers = {"Content-Type": "application/json"}
-        connection.request(method, SHADOW, body and json.dumps(body), headers)
+        connection.request(method, SHADOW, json.dumps(body) if body else None, headers)
         response = connection.getresponse()
         text = response.read()
         if response.status != 200:

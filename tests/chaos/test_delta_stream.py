@@ -47,8 +47,14 @@ async def test_a_fleet_converges_to_one_number(scale: Scale, tmp_path: Path) -> 
 
         def instance(name: str) -> Any:
             store = {"path": str(tmp_path / f"{name}.db")}
-            own: dict[str, Any] = {"checkpoint": str(tmp_path / "v0"), "models": models(name)}
-            return serving(tmp_path, watched=False, history_store=store, **own)
+            checkpoint = str(tmp_path / "v0")
+            return serving(
+                tmp_path,
+                watched=False,
+                checkpoint=checkpoint,
+                models=models(name),
+                history_store=store,
+            )
 
         sets = [f"models.{key}={value}" for key, value in models("killed").items()]
         killed = Instance(tmp_path, tmp_path / "v0", *sets)
