@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.calls import PagedKV
-from npu_gr.backend.tiles import TILE_TOKENS, Tiles, dequantise, pack, quantise
+from npu_gr.backend.tiles import TILE_TOKENS, Tiles, natural, pack, quantise
 from npu_gr.backend.torch_ops import PlainOps
 from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 
@@ -99,13 +99,15 @@ class KVArena:
     def slabs(self, layer: int, runs: Sequence[PageRun], num_tokens: int) -> Sequence[Slab | Tiles]:
         """Return views of the first `num_tokens` tokens of a layer: slabs, or tiles.
 
+        Slabs of int8 are rows as they are stored, see `tiles.quantise`.
+
         Args:
             layer: index of the layer.
             runs: pages in token order.
             num_tokens: Number of tokens to read.
         """
         if self.layout.arrangement == "natural":
-            return self.views(layer, runs, num_tokens)
+            return self._held(layer, runs, num_tokens)
         found = []
         for run in runs:
             held = min(num_tokens, run.num_pages * self.layout.page_tokens)
@@ -132,13 +134,15 @@ class KVArena:
             they are copies, in fp32.
         """
         assert self.layout.arrangement == "natural"
+        return natural(self._held(layer, runs, num_tokens))
+
+    def _held(self, layer: int, runs: Sequence[PageRun], num_tokens: int) -> list[Slab]:
         slabs = []
         for run in runs:
             if num_tokens <= 0:
                 break
             k, v = self._slab(layer, run)
-            held = k[:num_tokens], v[:num_tokens]
-            slabs.append((dequantise(held[0]), dequantise(held[1])) if self._is_int8 else held)
+            slabs.append((k[:num_tokens], v[:num_tokens]))
             num_tokens -= len(k)
         return slabs
 
