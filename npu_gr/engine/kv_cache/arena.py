@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.calls import PagedKV
-from npu_gr.backend.tiles import TILE_TOKENS, Tiles, natural, pack, quantise
+from npu_gr.backend.tiles import TILE_TOKENS, Tiles, pack, quantise
 from npu_gr.backend.torch_ops import PlainOps
 from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 
@@ -107,7 +107,7 @@ class KVArena:
             num_tokens: Number of tokens to read.
         """
         if self.layout.arrangement == "natural":
-            return self._held(layer, runs, num_tokens)
+            return self.views(layer, runs, num_tokens)
         found = []
         for run in runs:
             held = min(num_tokens, run.num_pages * self.layout.page_tokens)
@@ -130,13 +130,9 @@ class KVArena:
             num_tokens: Number of tokens to read.
 
         Returns:
-            One (k [m, H, Dq], v [m, H, Dv]) for each run; their m add up to `num_tokens`. Of int8
-            they are copies, in fp32.
+            One (k [m, H, Dq], v [m, H, Dv]) for each run; their m add up to `num_tokens`.
         """
         assert self.layout.arrangement == "natural"
-        return natural(self._held(layer, runs, num_tokens))
-
-    def _held(self, layer: int, runs: Sequence[PageRun], num_tokens: int) -> list[Slab]:
         slabs = []
         for run in runs:
             if num_tokens <= 0:
