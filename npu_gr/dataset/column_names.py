@@ -59,6 +59,7 @@ NAMES: dict[str, tuple[str, str]] = {
         "label headline",
     ),
 }
+ALL_NAMES = frozenset(name for both in NAMES.values() for names in both for name in names.split())
 IS_A = {
     "user": "who did it",
     "item": "with which item",
