@@ -191,7 +191,8 @@ class DelimitedSource(LineSource):
                 f"{path}, line {header.number}: {len(cells)} cells, but --columns has "
                 f"{len(self.columns)}: {names}"
             )
-        reject_twice(self.columns, f"{path}, line {header.number}")
+        hint = " (if the file has no header, name the columns with --columns a,b,...)"
+        reject_twice(self.columns, f"{path}, line {header.number}", "" if columns else hint)
         for other in self.paths[1:] if not columns else ():
             if (found := find_header(other, self._delimiter)) != header:
                 raise DataError(
@@ -312,11 +313,13 @@ class JsonLinesSource(LineSource):
         return mended_json(unsure, columns)
 
 
-def reject_twice(names: Sequence[str], where: str) -> None:
-    """Raise DataError if two columns have the same name."""
+def reject_twice(names: Sequence[str], where: str, hint: str = "") -> None:
+    """Raise DataError if two columns have the same name; the message ends with the hint."""
     for name, count in Counter(names).items():
         if count > 1:
-            raise DataError(f"{where}: two columns are named {quoted(name)}; rename one of them")
+            raise DataError(
+                f"{where}: two columns are named {quoted(name)}; rename one of them{hint}"
+            )
 
 
 def file_sql(path: Path) -> str:

@@ -43,6 +43,8 @@ _WHOLE = (
         "%a %b %d %H:%M:%S %z %Y",
     ),
     (r"[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d{2}:\d{2}:\d{2} \d{4}", "%a %b %d %H:%M:%S %Y"),
+    # of Oracle, whose years have two digits
+    (r"\d{2}-[A-Z]{3}-\d{2} \d{2}\.\d{2}\.\d{2}\.\d{1,6} [AP]M", "%d-%b-%y %I.%M.%S.%f %p"),
     # of the access logs of web servers
     (r"\d{2}/[A-Z][a-z]{2}/\d{4}:\d{2}:\d{2}:\d{2} [+-]\d{4}", "%d/%b/%Y:%H:%M:%S %z"),
     *(

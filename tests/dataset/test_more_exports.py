@@ -290,3 +290,70 @@ def test_years_of_two_digits_are_asked_about(
         made(tmp_path, text)
     for one in options:
         assert f"--time-format '{one}'" in str(error.value)
+
+
+def test_google_analytics_without_logins(tmp_path: Path) -> None:
+    """The client is a number and a time, and the id of a login is never set."""
+    names = {"u1": "1234567.1709283600", "u2": "7654321.1700000000"}
+    rows = [
+        {
+            "event_timestamp": str((NINE + s) * 1_000_000),
+            "event_name": e,
+            "user_id": None,
+            "user_pseudo_id": names[u],
+            "items": [{"item_id": i}],
+        }
+        for u, i, s, e in ROWS
+    ]
+    made(tmp_path, of_lines(rows), "log.jsonl")
+    assert events(tmp_path) == sorted((names[u], i, s, e) for u, i, s, e in ROWS)
+
+
+def test_an_event_is_an_object(tmp_path: Path) -> None:
+    rows = [
+        {
+            "external_user_id": u,
+            "event": {"name": e, "time": at(s), "properties": {"product_id": i}},
+        }
+        for u, i, s, e in ROWS
+    ]
+    made(tmp_path, of_lines(rows), "log.jsonl")
+    assert events(tmp_path) == sorted(ROWS)
+
+
+def test_an_empty_column_gives_way_to_one_of_a_weaker_name(tmp_path: Path) -> None:
+    rows = [("", u, i, at(s), e) for u, i, s, e in ROWS]
+    made(tmp_path, of_cells("user_id,anonymous_id,sku,ts,event", rows))
+    assert events(tmp_path) == sorted(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("header", "time"),
+    [
+        ("KUNNR,MATNR,ERDAT", "%Y%m%d%H%M%S"),
+        ("CustomerKey,ProductKey,OrderDateKey", "%Y%m%d%H%M%S"),
+        ("external_user_id,product_id,time", "%d-%b-%y %I.%M.%S.000000 %p"),
+        ("Email (Billing),SKU,Order Date", "%Y-%m-%d %H:%M:%S"),
+    ],
+)
+def test_headers_of_more_systems(header: str, time: str, tmp_path: Path) -> None:
+    rows = [(u, i, at(s, time).upper()) for u, i, s, _ in ROWS]
+    made(tmp_path, of_cells(header, rows))
+    assert events(tmp_path) == sorted((u, i, s, "event") for u, i, s, _ in ROWS)
+
+
+def test_rows_that_cannot_be_used_are_said(tmp_path: Path) -> None:
+    """Shopify names the customer in the first line of an order; Diginetica calls users NA."""
+    lines = [("c1" if n % 3 == 0 else "", f"A{n}", at(n)) for n in range(30)]
+    lines += [(f"c{n}", "A1", at(n)) for n in range(30)]
+    notes = made(tmp_path, of_cells("customer_id,sku,ts", lines))["notes"]
+    assert any("20 rows without 'customer_id'" in note and "Shopify" in note for note in notes)
+    shutil.rmtree(tmp_path / "out")
+    rows = [("NA", f"A{n}", at(n)) for n in range(30)]
+    notes = made(tmp_path, of_cells("userId,sku,ts", rows))["notes"]
+    assert any("the user 'NA' has 30 of 30 rows" in note for note in notes)
+
+
+def test_a_file_without_a_header_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"two columns are named '5'.*--columns a,b"):
+        made(tmp_path, "1,5,5,1709283600\n2,6,4,1709283601\n")
