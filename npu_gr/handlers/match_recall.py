@@ -33,7 +33,7 @@ class RecallChecks:
 
         Args:
             is_idle: Whether nothing is queued or running.
-            counted: Called with the items of a checked answer's exact search, and how many of them
+            counted: Function that gets the items of an exact search, and how many of them
                 the answer lacks.
             every: Matches of which one is checked.
         """

@@ -73,15 +73,15 @@ class IvfIndex:
         self._parameters = faiss.SearchParametersIVF
         queries = users if len(users) else items
         some = random.choice(len(queries), min(len(queries), 2 * NUM_QUERIES), replace=False)
-        choosing, told = (torch.from_numpy(queries[part]) for part in (some[::2], some[1::2]))
-        told = told if len(told) else choosing
+        choosing, others = (torch.from_numpy(queries[part]) for part in (some[::2], some[1::2]))
+        others = others if len(others) else choosing
         self.num_probes = 1
         self._choose(choosing, exact)
-        self.recall = self._recall(told, exact.search(told, self._at))
+        self.recall = self._recall(others, exact.search(others, self._at))
         log.info(
             "match.index: ivf: %d items in %d lists, of which a query reads %d: recall@%d %.4f "
             "of %d users' vectors",
-            *(num_items, self.num_lists, self.num_probes, self._at, self.recall, len(told)),
+            *(num_items, self.num_lists, self.num_probes, self._at, self.recall, len(others)),
         )
         if self.recall < PROMISED:
             log.warning("match.index: ivf finds less than %.2f of the exact items", PROMISED)

@@ -231,7 +231,7 @@ def test_a_dataset_beyond_the_option_is_trained_on_whole(tmp_path: Path) -> None
     assert not [path for path in out.iterdir() if path.name.startswith(".events")]
 
 
-def test_features_of_events_are_refused_by_name(tmp_path: Path) -> None:
+def test_features_of_events_are_rejected_by_name(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     rows = [f"u{n % 5},i{n % 7},{START + n},{n % 3}" for n in range(60)]
     path.write_text("\n".join(["user_id,item_id,timestamp,place", *rows]) + "\n")
