@@ -71,8 +71,9 @@ def lines(folder: Path, num_events: int, seed: int) -> Iterator[Line]:
 
 def _peak_bytes(data: Path, in_files: bool) -> float:
     """Train some steps in a process of its own; return its peak of anonymous memory."""
-    ours, theirs = multiprocessing.Pipe(duplex=False)
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_train, args=(data, in_files, theirs))
     child.start()
     theirs.close()
