@@ -13,6 +13,7 @@ from npu_gr.cli.options import FILE
 if TYPE_CHECKING:
     from npu_gr.core.arrays import I64
     from npu_gr.core.served import ItemChange
+    from npu_gr.model.delta import Delta
 
 
 @click.command(short_help="Write what changed between two checkpoints.")
@@ -40,11 +41,9 @@ def delta(old: Path, new: Path, out: Path, items: Path | None) -> None:
     """
     from npu_gr.catalogue.names import EMPTY, ItemNames
     from npu_gr.core.errors import DeltaError
-    from npu_gr.core.memory import size_text
     from npu_gr.core.names import key_fingerprint
-    from npu_gr.model.delta import file_name, make_delta, write_delta
-    from npu_gr.model.delta_log import DeltaLog
-    from npu_gr.model.weights import order_digest, read_weights
+    from npu_gr.model.delta_log import write_next
+    from npu_gr.model.weights import order_digest
 
     was, now = ((ItemNames.load(folder) or EMPTY).key for folder in (old, new))
     if was != now:
@@ -52,19 +51,22 @@ def delta(old: Path, new: Path, out: Path, items: Path | None) -> None:
             f"item_key: the names of {old} have the key {key_fingerprint(was)}, those of {new} "
             f"{key_fingerprint(now)}; one name would be two items"
         )
-    files = DeltaLog(out).files()
-    number = files[-1].sequence + 1 if files else 1
     changes = () if items is None else _changes(items, now)
-    made = make_delta(read_weights(old), read_weights(new), number, now, changes)
-    path = out / file_name(number)
-    write_delta(made, path)
+    path, made = write_next(out, old, new, now, changes)
     if order_digest(old) != order_digest(new):
         click.echo(
             "the score blend (order.safetensors) differs too: the delta leaves that of the served "
             "checkpoint in place, and a reload brings the new one",
             err=True,
         )
-    click.echo(
+    click.echo(in_words(path, made))
+
+
+def in_words(path: Path, made: Delta) -> str:
+    """Say what a delta changes, in a line."""
+    from npu_gr.core.memory import size_text
+
+    return (
         f"{path}: {made.num_rows} rows of {len(made.changes)} tensors, "
         f"{size_text(made.num_bytes)}, {made.manifest.base} to {made.manifest.result}"
     )

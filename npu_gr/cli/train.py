@@ -199,6 +199,18 @@ def train_all(
         sys.exit(BELOW_BASELINE)
 
 
+def _instant(_context: click.Context, _option: click.Parameter, given: str | None) -> int | None:
+    from datetime import UTC, datetime
+
+    if given is None or given.isdecimal():
+        return None if given is None else int(given)
+    try:
+        at = datetime.fromisoformat(given)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}; or give unix seconds") from error
+    return int((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp())
+
+
 @train.command("rank", epilog=LISTED, short_help="Train an HSTU ranker.")
 @click.argument("log", type=FILE)
 @click.option("--out", required=True, type=FILE, help="Folder of the checkpoint.")
@@ -216,6 +228,32 @@ def train_all(
     type=click.FloatRange(min=0),
     help="Seconds to search for better settings on validation data; the option budget_s.",
 )
+@click.option(
+    "--continue",
+    "start",
+    type=FILE,
+    metavar="CHECKPOINT",
+    help="Train this one on with the new events of LOG, and write a delta to the result.",
+)
+@click.option(
+    "--since",
+    callback=_instant,
+    metavar="INSTANT",
+    help="With --continue: events from then on are new; an ISO date, UTC, or unix seconds. "
+    "Default: all.",
+)
+@click.option(
+    "--deltas",
+    type=FILE,
+    metavar="FOLDER",
+    help="With --continue: folder that gets the next delta. Default: OUT/deltas.",
+)
+@click.option(
+    "--only-items",
+    is_flag=True,
+    help="With --continue: train the rows of items alone, so that prefixes that read none of the "
+    "changed ones stay valid.",
+)
 @_override(_rank_presets)
 @VALUE_COLUMN
 @THREADS
@@ -227,13 +265,19 @@ def train_rank(
     codes: Path | None,
     preset: str,
     budget_s: float,
+    start: Path | None,
+    since: int | None,
+    deltas: Path | None,
+    only_items: bool,
     overrides: tuple[str, ...],
     value_column: str,
     threads: int,
 ) -> None:
     """Train an HSTU ranker, which also retrieves, on LOG, and compare it with baselines.
 
-    LOG is a folder of npu-gr prepare, or a file: .inter, .jsonl or .json.
+    LOG is a folder of npu-gr prepare, or a file: .inter, .jsonl or .json. With --continue nothing
+    is compared: items, actions, tasks and features stay as they are, the model sees the new events
+    for a quarter of the epochs, and a delta leads from the old checkpoint to the new one.
     """
     import torch
     from rich.console import Console
@@ -250,6 +294,16 @@ def train_rank(
 
     torch.set_num_threads(threads)
     options = override(_rank_presets()[preset], [f"budget_s={budget_s}", *overrides])
+    if start is not None:
+        if items or item_features or codes or budget_s:
+            raise click.UsageError(
+                "--continue keeps features and codes, and searches nothing: leave out --items, "
+                "--item-features, --codes and --budget-s"
+            )
+        _continue(log, start, since or 0, options, value_column, out, deltas, only_items=only_items)
+        return
+    if since is not None or deltas or only_items:
+        raise click.UsageError("--since, --deltas and --only-items belong to --continue")
     data = read_training_data(
         log, value_column=value_column, items=items, columns=list(item_features)
     )
@@ -276,6 +330,51 @@ def train_rank(
     found = example(log_of_items, data.names)
     body = {"user_id": "me", "candidates": found.others, "history": found.history}
     click.echo(next_command(out, "/v1/rank", body))
+
+
+def _continue(
+    log: Path,
+    start: Path,
+    since: int,
+    options: TrainOptions,
+    value_column: str,
+    out: Path,
+    deltas: Path | None,
+    *,
+    only_items: bool,
+) -> None:
+    import msgspec
+    from rich.console import Console
+
+    from npu_gr.catalogue.names import EMPTY, ItemNames
+    from npu_gr.cli.delta import in_words
+    from npu_gr.dataset import read_log
+    from npu_gr.model.delta_log import write_next
+    from npu_gr.model.weights import load as load_ranker
+    from npu_gr.train.distributed import reject_ranks
+    from npu_gr.train.options import warm
+    from npu_gr.train.rank.continued import continue_ranker
+    from npu_gr.train.rank.train import publish
+    from npu_gr.train.steps import training_progress
+
+    reject_ranks("train rank --continue")
+    names = ItemNames.load(start) or EMPTY
+    interactions = read_log(log, value_column=value_column)
+    if interactions.item_key != names.key:
+        raise ConfigError(
+            f"{log}: has another key of item ids than {start}; prepare it with --add-to or --like"
+        )
+    options = msgspec.structs.replace(options, epochs=warm(options.epochs))
+    with training_progress(Console()) as show:
+        found = continue_ranker(
+            load_ranker(start), interactions, since, options, show, only_items=only_items
+        )
+    click.echo(
+        f"trained on with {found.num_events:,} events of {found.num_items:,} items; "
+        f"{found.num_unknown:,} of items that {start} lacks were left out"
+    )
+    click.echo(f"wrote checkpoint {publish(found.checkpoint, names, out)} to {out}")
+    click.echo(in_words(*write_next(deltas or out / "deltas", start, out, names.key)))
 
 
 @train.command("generate", epilog=LISTED, short_help="Train a semantic-ID generator.")

@@ -17,6 +17,7 @@ Several instances may read one folder; each number is given once (`publish`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,18 @@ import msgspec
 
 from npu_gr.core.durable_files import replace_file
 from npu_gr.core.errors import DeltaError
-from npu_gr.model.delta import SUFFIX, Manifest, file_name, publish, read_manifest
+from npu_gr.core.served import ItemChange
+from npu_gr.model.delta import (
+    SUFFIX,
+    Delta,
+    Manifest,
+    file_name,
+    make_delta,
+    publish,
+    read_manifest,
+    write_delta,
+)
+from npu_gr.model.weights import read_weights
 
 SERVED = "served.json"
 CHECKPOINT = 0  # as a sequence number: the weights of the checkpoint itself
@@ -42,7 +54,9 @@ class Link(NamedTuple):
         return self.manifest.sequence
 
 
-class _Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of `served.json`."""
+
     sequence: int  # `CHECKPOINT` = no delta
     last: int  # newest delta when it was written
 
@@ -54,6 +68,9 @@ class DeltaLog:
         """Read nothing yet; the folder need not exist."""
         self.folder = folder
         self._manifests: dict[str, Manifest] = {}  # by file name; a file never changes
+
+    def pull(self) -> None:
+        """Bring the folder up to date; others write into it themselves."""
 
     def files(self) -> list[Link]:
         """List the deltas, oldest first.
@@ -171,7 +188,7 @@ class DeltaLog:
             DeltaError: the disk failed; the same delta is served as before.
         """
         files = self.files()
-        served = _Served(target, files[-1].sequence if files else CHECKPOINT)
+        served = Served(target, files[-1].sequence if files else CHECKPOINT)
         try:
             replace_file(self.folder / SERVED, msgspec.json.encode(served))
         except OSError as error:
@@ -180,9 +197,35 @@ class DeltaLog:
     def _head(self, last: int) -> int:
         path = self.folder / SERVED
         try:
-            served = msgspec.json.decode(path.read_bytes(), type=_Served)
+            served = msgspec.json.decode(path.read_bytes(), type=Served)
         except FileNotFoundError:
             return last
         except (OSError, msgspec.MsgspecError) as error:
             raise DeltaError(f"{path}: {error}") from error
         return served.sequence if served.last == last else last
+
+
+def write_next(
+    folder: Path, old: Path, new: Path, item_key: bytes = b"", items: Sequence[ItemChange] = ()
+) -> tuple[Path, Delta]:
+    """Write what changed from one checkpoint to another as the next delta of a folder.
+
+    Args:
+        folder: Folder of deltas, whose first one has the number 1.
+        old, new: Folders of checkpoints of one shape.
+        item_key: Key of their items' names.
+        items: Changes of the catalogue, in order.
+
+    Returns:
+        The file, and the delta.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be read.
+        DeltaError: they differ in more than weights, or the folder cannot be read or written.
+    """
+    files = DeltaLog(folder).files()
+    number = files[-1].sequence + 1 if files else 1
+    made = make_delta(read_weights(old), read_weights(new), number, item_key, items)
+    path = folder / file_name(number)
+    write_delta(made, path)
+    return path, made

@@ -191,6 +191,17 @@ def build_log(
     ids = np.unique(
         np.concatenate([interactions.items, *(np.fromiter(f.of_item, np.int64) for f in features)])
     )
+    log = number_log(interactions, ids)
+    return _split(log, np.ones(len(log.items), np.bool_), split)
+
+
+def number_log(interactions: Interactions, ids: I64) -> InteractionLog:
+    """Number the users, items and actions of a log; no event is trained on yet.
+
+    Args:
+        interactions: The whole log, in time order.
+        ids: int64 [num_items] ids of the rows, ascending; every item of an event is one.
+    """
     # stable: each user's events stay in time order
     order = np.argsort(interactions.users, kind="stable")
     # an action has the same index in every model of a dataset, even if this log lacks some actions
@@ -214,7 +225,7 @@ def build_log(
     )
     if interactions.impressions is not None:
         log = replace(log, shown=_shown(log, interactions.impressions, order))
-    return _split(log, np.ones(len(log.items), np.bool_), split)
+    return log
 
 
 def to_train_on(users: npt.NDArray[np.integer], times: I64, split: Split) -> Bools:
@@ -308,6 +319,13 @@ class Batch:
     times: Tensor  # int64 [B, N] unix seconds
     valid: Tensor  # bool [B, N] False = padding
     events: Tensor  # int64 [B, N] index of each event in the log
+    # bool [B, N] events whose losses count, at least one; None = all
+    counted: Tensor | None = None
+
+    @property
+    def terms(self) -> Tensor:
+        """Whether each event's losses count, bool [B, N]."""
+        return self.valid if self.counted is None else self.counted
 
 
 def windows(log: InteractionLog, window_tokens: int, random: np.random.Generator) -> I64:

@@ -78,6 +78,15 @@ class Graph:
         """Return a graph of the same users and items without edges."""
         return Graph(self.users[:0], self.items[:0], self.num_users, self.num_items)
 
+    def with_edges_only(self) -> tuple[Graph, I64]:
+        """Leave out the items without an edge.
+
+        Returns:
+            The graph of the others, in the same order, and their rows here, int64 [its items].
+        """
+        rows, items = np.unique(self.items, return_inverse=True)
+        return Graph(self.users, items, self.num_users, len(rows)), rows
+
     def degrees(self) -> tuple[I64, I64]:
         """Count the edges of each user, int64 [num_users], and of each item, int64 [num_items]."""
         return (

@@ -348,6 +348,10 @@ class Tuned(Generic[M]):
         """Score the items for some users: int64 [n] rows -> float32 [n, I]."""
         return torch.addcmul(self.terms, self.model.scores(users), self.factors)
 
+    def fitted(self, candidates: Iterable[Candidate[M]]) -> M:
+        """Fit the model alone, with the same settings, to the data of the candidates."""
+        return next(make for name, make in candidates if name == self.name)()
+
     def refitted(self, candidates: Iterable[Candidate[M]], degrees: I64, users: I64) -> Tuned[M]:
         """Fit the same settings to other data.
 
@@ -356,7 +360,7 @@ class Tuned(Generic[M]):
             degrees: int64 [I] edges of each scored item in the other data.
             users: Rows of users; the scores of the first `SCALE_USERS` decide the scale.
         """
-        model = next(make for name, make in candidates if name == self.name)()
+        model = self.fitted(candidates)
         factors = _factors(_sample(model, users), degrees, self.exponent)
         terms = _terms(degrees, self.weight)
         return replace(self, make=lambda: model, factors=factors, terms=terms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,12 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 Weight = Annotated[float, Meta(ge=0.0)]  # of a term of the loss; 0 leaves the term out
 DropoutRatio = Annotated[float, Meta(ge=0.0, lt=1.0)]
 Decay = Annotated[float, Meta(ge=0.0, lt=1.0)]  # of a moving average; 0 = no average
+WARM_EPOCHS = 0.25  # share of the epochs of a training from random weights
+
+
+def warm(epochs: int) -> int:
+    """Compute the epochs of a training that goes on from an earlier model."""
+    return math.ceil(epochs * WARM_EPOCHS)
 
 
 def list_options(presets: Mapping[str, msgspec.Struct]) -> str:

@@ -324,14 +324,25 @@ def _resolve(sids: I64, vectors: F32, centroids: Sequence[F32], order: I64) -> i
         _take(used, kept)
     # semantic IDs below a code of each level
     room = [prod(len(table) for table in centroids[level + 1 :]) for level in range(len(centroids))]
-    for row in order[~keeps[order]].tolist():
+    moved = order[~keeps[order]]
+    # items without events often have the vector of many others: their features are the same
+    _, groups, sizes = np.unique(vectors[moved], axis=0, return_inverse=True, return_counts=True)
+    # by vector and prefix: the codes that may have room, the nearest last; room is never given back
+    farthest_first: dict[tuple[int, ...], list[int]] = {}
+    for row, group in zip(moved.tolist(), groups.ravel().tolist(), strict=True):
         rest = vectors[row]
         sid: list[int] = []
         for level, table in enumerate(centroids):
-            nearest = np.argsort(np.square(rest - table).sum(1), kind="stable").tolist()
-            code = next(code for code in nearest if used.get((*sid, code), 0) < room[level])
-            sid.append(code)
-            rest = rest - table[code]
+            codes = farthest_first.get((group, *sid))
+            if codes is None:
+                nearest = np.argsort(np.square(rest - table).sum(1), kind="stable")
+                codes = nearest[::-1].tolist()
+                if sizes[group] > 1:
+                    farthest_first[group, *sid] = codes
+            while used.get((*sid, codes[-1]), 0) == room[level]:
+                codes.pop()
+            sid.append(codes[-1])
+            rest = rest - table[codes[-1]]
         _take(used, sid)
         sids[row] = sid
     return int(len(sids) - keeps.sum())

@@ -206,6 +206,7 @@ def train_generator(
     """
     log = build_log(interactions, features, SPLIT)
     trained = log.only_trained(SPLIT)
+    progress(TrainingProgress("generator: codes of the items", 0, 1))
     codes = _codes(trained, features, options, codes_path, start and start.evaluated.items)
     evaluate = GeneratorEvaluator(codes, log.item_ids, options.history_items, options.beam_width)
     validated = sample_targets(trained.next_items(), options.validation_users, options.seed)

@@ -30,7 +30,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -56,7 +56,14 @@ from npu_gr.train.rank.blend import (
     retrieved_lists,
 )
 from npu_gr.train.rank.inputs import LogInputs
-from npu_gr.train.rank.item_similarity import USUAL, NeighbourKind, count_kinds, linear_neighbours
+from npu_gr.train.rank.item_similarity import (
+    USUAL,
+    NeighbourKind,
+    count_kinds,
+    linear_neighbours,
+    linear_width,
+    spread,
+)
 from npu_gr.train.rank.losses import HeldOutEvents
 
 
@@ -95,6 +102,7 @@ def choose_blend(
     held_out: HeldOutEvents,
     sizes: ListSizes,
     item_knn: LinearBaseline | None,
+    counted_kinds: Callable[[int, int], None] = lambda *_: None,
 ) -> ChosenBlend:
     """Fit the blend on the validation, and compare it with each source alone and with ItemKNN.
 
@@ -104,12 +112,13 @@ def choose_blend(
         held_out: Validation.
         sizes: Most items of its lists.
         item_knn: Tuned ItemKNN baseline; None = it was skipped, because the log is too large.
+        counted_kinds: Callback (done, total) after each kind of neighbours.
     """
     log, targets = held_out
     if not targets:
         return ChosenBlend(task)
     transitions = count_transitions(log, task)
-    kinds = count_kinds(log)
+    kinds = count_kinds(log, counted_kinds)
     inputs = LogInputs(log, model)
     lists = list(
         retrieved_lists(inputs, model, transitions, targets, sizes, others=[*kinds.values()])
@@ -411,7 +420,11 @@ def as_blend(
     # the baseline's popularity term, up to a constant
     popularity = np.log((degrees + 0.5) / (degrees + 0.5).sum())
     weight = tuned.weight / root_mean_square(log_popularity(degrees))
-    model, factors = _item_knn(baseline), tuned.factors.numpy()
+    # items without an event have no neighbours, and may be many more than the others
+    graph, rows = graph_of(log).with_edges_only()
+    model = tuned.fitted(baseline.models(graph, graph.num_items))
+    assert isinstance(model, ItemKNN)
+    factors = tuned.factors.numpy()[rows]
 
     def weights(start: int, stop: int) -> F32:
         scaled: F32 = model.weights(start, stop).numpy() * factors
@@ -421,7 +434,9 @@ def as_blend(
         count_transitions(log, task),
         weights=NOTHING | {"neighbours": 1.0, "popularity": weight} | dict(own),
         popularity=popularity.astype(np.float32),
-        neighbours=linear_neighbours(weights, log.num_items),
+        neighbours=spread(
+            linear_neighbours(weights, len(rows), linear_width(log.num_items)), rows, log.num_items
+        ),
     )
 
 

@@ -194,17 +194,22 @@ MANY_NEIGHBOURS = 500  # most linear neighbours of an item
 MAX_TABLE = 1 << 23
 
 
-def linear_neighbours(weights: Callable[[int, int], F32], num_items: int) -> Neighbours:
+def linear_width(num_items: int) -> int:
+    """Compute the most linear neighbours of an item, for a catalogue of so many items."""
+    return min(MANY_NEIGHBOURS, max(MAX_NEIGHBOURS, MAX_TABLE // num_items))
+
+
+def linear_neighbours(weights: Callable[[int, int], F32], num_items: int, most: int) -> Neighbours:
     """Keep the weights of each row with the largest absolute value.
 
     Args:
         weights: Function (start, stop) -> rows start .. stop - 1 of the item-item weights, float32
             [stop - start, num_items], with a zero diagonal.
-        num_items: Number of items of the catalogue.
+        num_items: Number of items.
+        most: Most neighbours of an item.
     """
-    most = min(MANY_NEIGHBOURS, max(MAX_NEIGHBOURS, MAX_TABLE // num_items))
     best = []
-    for start in range(0, num_items, BLOCK_ROWS):
+    for start in _blocks(num_items):
         found = weights(start, min(start + BLOCK_ROWS, num_items))
         strength = np.abs(found)
         if most < num_items:  # select before sorting
@@ -246,14 +251,18 @@ class NeighbourKind(NamedTuple):
         """
         return self._read(_similarities(log, self.ridge), log.num_items)
 
-    def _read(self, similarities: Neighbours | EASE, num_items: int) -> Neighbours:
+    def _read(self, similarities: Neighbours | FittedEASE, num_items: int) -> Neighbours:
         """Turn similarities into neighbours of this kind."""
         if isinstance(similarities, Neighbours):
             found = similarities
-        elif self.is_linear:
-            found = linear_neighbours(partial(_rows, similarities), num_items)
         else:
-            found = ease_neighbours(similarities, num_items)
+            model, rows = similarities
+            if self.is_linear:
+                weights = partial(_rows, model)
+                found = linear_neighbours(weights, len(rows), linear_width(num_items))
+            else:
+                found = ease_neighbours(model, len(rows))
+            found = spread(found, rows, num_items)
         return replace(found, last_items=self.last_items, is_summed=self.is_summed)
 
 
@@ -269,14 +278,23 @@ KINDS = (
 """The first kind is used if the validation shows no other to be better."""
 
 
-def count_kinds(log: InteractionLog) -> dict[NeighbourKind, Neighbours]:
+def count_kinds(
+    log: InteractionLog, done: Callable[[int, int], None] = lambda *_: None
+) -> dict[NeighbourKind, Neighbours]:
     """Compute the neighbours of every kind that fits the log's size, `USUAL` first.
 
     Kinds with the same similarity share its computation.
+
+    Args:
+        log: Log whose trained events are counted.
+        done: Callback (kinds that are counted, all kinds), before the first one too.
     """
     counted: dict[NeighbourKind, Neighbours] = {}
-    for ridge, kinds in groupby(_kinds_of(log), key=lambda kind: kind.ridge):
+    fitting = _kinds_of(log)
+    done(0, len(fitting))
+    for ridge, kinds in groupby(fitting, key=lambda kind: kind.ridge):
         counted |= _of_ridge(log, ridge, kinds)
+        done(len(counted), len(fitting))
     return counted
 
 
@@ -296,19 +314,52 @@ def _kinds_of(log: InteractionLog) -> Sequence[NeighbourKind]:
 
     The size includes untrained events, because the refit trains on all of them.
     """
-    graph = graph_of(log.all_trained())
+    graph, _ = graph_of(log.all_trained()).with_edges_only()
     if len(graph.users) > MAX_EDGES or ease_is_too_large(graph) is not None:
         return [kind for kind in KINDS if kind.ridge is None]
     return KINDS
 
 
-def _similarities(log: InteractionLog, ridge: float | None) -> Neighbours | EASE:
+class FittedEASE(NamedTuple):
+    """EASE of the items that have events, which may be few of a long file of items.
+
+    An item without an event has no weight, so what the others have is the same without it.
+    """
+
+    model: EASE
+    rows: I64  # [its items] row of each of its items in the log, ascending
+
+
+def _similarities(log: InteractionLog, ridge: float | None) -> Neighbours | FittedEASE:
     """Compute the cosines of the trained events, or with a ridge fit EASE.
 
     Raises:
         DataError: the log is too large for EASE.
     """
-    return count_neighbours(log) if ridge is None else EASE(graph_of(log), log.num_items, ridge)
+    if ridge is None:
+        return count_neighbours(log)
+    graph, rows = graph_of(log).with_edges_only()
+    return FittedEASE(EASE(graph, graph.num_items, ridge), rows)
+
+
+def spread(found: Neighbours, rows: I64, num_items: int) -> Neighbours:
+    """Place the neighbours of some items in a table of all items; the others have none.
+
+    Args:
+        found: Neighbours of and among the items `rows`.
+        rows: int64 [n] ascending.
+        num_items: Number of items of the table.
+    """
+    shape = (num_items, found.items.shape[1])
+    items, similarity = np.full(shape, -1, np.int32), np.zeros(shape, np.float32)
+    items[rows] = np.append(rows, -1)[found.items]  # -1, the padding, stays
+    similarity[rows] = found.similarity
+    return replace(found, items=items, similarity=similarity)
+
+
+def _blocks(num_items: int) -> range:
+    """List the first row of each block; no items are one empty block."""
+    return range(0, max(1, num_items), BLOCK_ROWS)
 
 
 def ease_neighbours(model: EASE, num_items: int) -> Neighbours:
@@ -316,10 +367,10 @@ def ease_neighbours(model: EASE, num_items: int) -> Neighbours:
 
     Args:
         model: EASE, fitted with all items scored.
-        num_items: Number of items of the catalogue.
+        num_items: Number of its items.
     """
     best = []
-    for start in range(0, num_items, BLOCK_ROWS):
+    for start in _blocks(num_items):
         weights = _rows(model, start, min(start + BLOCK_ROWS, num_items))
         rows, columns = np.nonzero(weights > 0)
         found = Entries(rows + start, columns, weights[rows, columns].astype(np.float64))

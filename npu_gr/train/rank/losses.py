@@ -126,8 +126,8 @@ def _binary_loss(
 
     `true`, float32 [B, N, dim], are the final rows of the events' own items.
     """
-    events = batch.events[batch.valid]
-    hidden = model.head[:-1](model.norm_head(true[batch.valid]))
+    events = batch.events[batch.terms]
+    hidden = model.head[:-1](model.norm_head(true[batch.terms]))
     served = binary_cross_entropy_with_logits(
         model.head[-1](hidden)[:, labels.served_tasks], labels.served[events]
     )
@@ -151,8 +151,8 @@ def retrieve(
         draw_shares: float64 [num_items] probability of each item in a draw of the sample.
     """
     num_items = model.config.num_items
-    u = dropout(model.user_vectors(following[batch.valid]), options.vector_dropout)
-    own_items = batch.items[batch.valid]
+    u = dropout(model.user_vectors(following[batch.terms]), options.vector_dropout)
+    own_items = batch.items[batch.terms]
     if num_items <= options.max_softmax_items:
         items = torch.arange(num_items)
         table = model.items.embed(items)
@@ -170,7 +170,7 @@ def retrieve(
     every = torch.arange(batch.items.shape[1], dtype=torch.int32)
     # "<=" excludes the event's own item too, which `own` has
     is_closed = _first_places(batch, items)[:, None] <= every[:, None]
-    partition, shares = _Partition.apply(u, table, correction, is_closed[batch.valid])  # type: ignore[no-untyped-call]
+    partition, shares = _Partition.apply(u, table, correction, is_closed[batch.terms])  # type: ignore[no-untyped-call]
     return Retrieved(u, (u * own).sum(-1), items, partition, shares)
 
 
@@ -222,7 +222,7 @@ def _click_loss(
     batch: Batch,
     options: TrainOptions,
 ) -> Tensor:
-    some = _sample_places(batch.valid, options.click_ratio)
+    some = _sample_places(batch.terms, options.click_ratio)
     true = batch.items.gather(1, some)[..., None]
     drawn, log_weight = draw_candidates(model, found, batch, some, NUM_CLICK_DRAWS)
     candidates = torch.cat([true, drawn], dim=-1)
@@ -233,7 +233,7 @@ def _click_loss(
     logits = model.task_logits(rows)[..., task]
     counted = logits + torch.cat([torch.zeros_like(log_weight[..., :1]), log_weight], dim=-1)
     losses = torch.logsumexp(counted, dim=-1) - logits[..., 0]
-    return losses[batch.valid.gather(1, some)].mean()
+    return losses[batch.terms.gather(1, some)].mean()
 
 
 @torch.no_grad()
@@ -257,7 +257,7 @@ def draw_candidates(
         int64 [B, T, C] item rows, and float32 [B, T, C] the log of each draw's weight.
     """
     num_items = model.config.num_items
-    row_of = (batch.valid.flatten().cumsum(0) - 1).clamp(min=0).view_as(batch.valid)
+    row_of = (batch.terms.flatten().cumsum(0) - 1).clamp(min=0).view_as(batch.terms)
     rows = row_of.gather(1, some)
     likely = torch.multinomial(found.shares[rows.flatten()], num_draws, replacement=True)
     anything = torch.randint(num_items, (*some.shape, num_draws))

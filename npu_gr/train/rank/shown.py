@@ -110,11 +110,12 @@ def shown_loss(
     """
     shown = inputs.log.shown
     assert shown is not None
-    num_drawn = max(1, round(options.shown_ratio * batch.valid.shape[1]))
-    order = torch.rand(batch.valid.shape).masked_fill(~batch.valid, 2.0).argsort(dim=1)
+    terms = batch.terms
+    num_drawn = max(1, round(options.shown_ratio * terms.shape[1]))
+    order = torch.rand(terms.shape).masked_fill(~terms, 2.0).argsort(dim=1)
     some = order[:, :num_drawn]
     events = batch.events.gather(1, some)
-    is_drawn = batch.valid.gather(1, some)
+    is_drawn = terms.gather(1, some)
     of_events = torch.from_numpy(shown.of_events)[events]
     if (shown.of_events >= 0).any():  # an event without a position was not shown by a page
         is_drawn = is_drawn & (of_events >= 0)

@@ -184,6 +184,7 @@ def train_rank(
             held_out,
             _sizes(options, held_out.log),
             next_item_baselines.item_knn,
+            lambda done, total: progress(TrainingProgress("ranker: neighbours", done, total)),
         )
     )
     # with the validation's events, as the baselines are refitted after their tuning

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from npu_gr.train.data import TESTED, Split
 from npu_gr.train.generate.publish import CATALOGUE, publish
 from npu_gr.train.generate.train import SPLIT, TrainedGenerator, both_codes, train_generator
 from npu_gr.train.generate.warm import GeneratorStart, GeneratorStarts, KnownItems
-from npu_gr.train.options import CONFIGURATION
+from npu_gr.train.options import CONFIGURATION, warm
 from npu_gr.train.rank.options import Task
 from npu_gr.train.rank.train import RankerCodes, train_rank
 from npu_gr.train.rank.warm import RankerStart, known_codes
@@ -60,9 +59,6 @@ class Start(NamedTuple):
 
     site: Path  # folder of the site
     version: str  # of the model
-
-
-WARM_EPOCHS = 0.25  # share of the epochs of a training from random weights
 
 
 class Part(NamedTuple):
@@ -140,13 +136,14 @@ def _ranker(
     start: RankerStart | None = None
     own = options.rank
     if site is not None:
-        own = msgspec.structs.replace(own, epochs=_warm(own.epochs))
+        own = msgspec.structs.replace(own, epochs=warm(own.epochs))
         ranker = site / "ranker"
         start = RankerStart(load(ranker / EVALUATED), load(ranker))
     if not features:
         known: tuple[KnownItems | None, KnownItems | None] = (None, None)
         if start is not None:
             known = known_codes(start.evaluated), known_codes(start.served)
+        show(TrainingProgress("ranker: codes of the items", 0, 1))
         codes = RankerCodes(*both_codes(interactions, features, options.generate, known))
     rank = SharedBaselines(folder.parent)
     checkpoint, found = train_rank(
@@ -185,7 +182,7 @@ def _generator(
 
     own, start = options.generate, None
     if site is not None:
-        epochs = _warm(own.epochs)
+        epochs = warm(own.epochs)
         every = min(own.validate_every, epochs)
         own = msgspec.structs.replace(own, epochs=epochs, validate_every=every)
         folders = site / "generator" / EVALUATED, site / "generator"
@@ -227,11 +224,6 @@ def _vectors(
     measured_on = _stands(SPLIT, report.num_trained, f"of {report.own.num_users:,} users")
     made = save_vectors(trained.vectors, folder)
     return _Trained(made, measured_on, vectors_figures(report), warning_of(report.comparison()))
-
-
-def _warm(epochs: int) -> int:
-    """Compute the epochs of a training that goes on from an earlier model."""
-    return math.ceil(epochs * WARM_EPOCHS)
 
 
 def _publish(

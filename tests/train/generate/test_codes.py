@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import item_id
 from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.train.data import InteractionLog, build_log
 from npu_gr.train.evaluate import Csr
+from npu_gr.train.generate import codes as module
 from npu_gr.train.generate.codes import (
     SHORTEST,
     SMOOTHING,
@@ -119,6 +122,44 @@ def test_of_a_collision_the_most_used_item_keeps_its_codes() -> None:
         nearest.append(nearest[-1] - table[code])
     # the others stay as near as a free ID allows: they share the beginning
     assert (alone.sids[[7, 51], :2] == alone.sids[33, :2]).all()
+
+
+def slowly_resolved(sids: I64, vectors: F32, centroids: list[F32], order: I64) -> I64:
+    """Walk all codes of each level by their distance, until one has a free semantic ID."""
+    found, taken = sids.copy(), set()
+    for first in (True, False):
+        for row in order.tolist():
+            is_kept = row == order[(sids[order] == sids[row]).all(1).argmax()]
+            if is_kept and first:
+                taken.add(tuple(sids[row].tolist()))
+            elif not is_kept and not first:
+                rest, sid = vectors[row], tuple[int, ...]()
+                for level, table in enumerate(centroids):
+                    below = [range(len(other)) for other in centroids[level + 1 :]]
+                    for code in np.argsort(np.square(rest - table).sum(1), kind="stable").tolist():
+                        if any((*sid, code, *end) not in taken for end in product(*below)):
+                            break
+                    rest, sid = rest - table[code], (*sid, code)
+                taken.add(sid)
+                found[row] = sid
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_items_with_one_vector_are_resolved_as_any_others(seed: int) -> None:
+    """A long file of items has many without an event, whose features are all that they have."""
+    random = np.random.default_rng(seed)
+    few = random.normal(size=(6, 4)).astype(np.float32)
+    vectors = np.concatenate([few[random.integers(6, size=50)], random.normal(size=(8, 4))])
+    vectors = vectors.astype(np.float32)
+    centroids = [random.normal(size=(4, 4)).astype(np.float32) for _ in range(3)]
+    sids = random.integers(2, size=(58, 3))
+    order = random.permutation(58)
+    want = slowly_resolved(sids, vectors, centroids, order)
+    got = sids.copy()
+    module._resolve(got, vectors, centroids, order)
+    assert np.array_equal(got, want)
+    assert len(np.unique(got, axis=0)) == 58
 
 
 def test_each_level_leaves_less() -> None:

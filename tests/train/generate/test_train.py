@@ -266,9 +266,10 @@ def test_the_served_generator_is_refitted_on_all_events_for_the_epochs_of_the_be
     assert (served.report.num_trained, served.report.num_served) == (60 * 28, 60 * 30)
     assert evaluated.report.num_served == 60 * 28
     assert served.log.num_trained.tolist() == [30] * 60
-    stages = ["generator: train", "generator: evaluate", "generator: refit"]
+    parts = ["codes of the items", "train", "evaluate", "refit"]
+    stages = [f"generator: {part}" for part in parts]
     assert list(dict.fromkeys(step.stage for step in seen)) == stages
-    assert 1 < max(step.done for step in seen if step.stage == stages[2]) < 2
+    assert 1 < max(step.done for step in seen if step.stage == stages[3]) < 2
     assert not torch.equal(served.model.embedding.weight, evaluated.model.embedding.weight)
 
 
@@ -298,7 +299,8 @@ def test_some_users_stand_for_all_where_a_test_would_take_too_long() -> None:
 def test_progress_runs_through_training_and_test() -> None:
     seen: list[TrainingProgress] = []
     train_generator(planted(), [], ONE, progress=seen.append)
-    assert {step.stage for step in seen} == {"generator: train", "generator: evaluate"}
+    parts = {"codes of the items", "train", "evaluate"}
+    assert {step.stage for step in seen} == {f"generator: {part}" for part in parts}
     assert seen[-1].done == seen[-1].total == 60
     assert all(math.isfinite(step.loss) for step in seen if step.stage == "generator: train")
 

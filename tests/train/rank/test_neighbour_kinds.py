@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from npu_gr.core.arrays import F32, I64
 from npu_gr.model.blend import WEIGHTS, ScoreBlend
-from npu_gr.model.item_similarity import LAST_ITEMS
+from npu_gr.model.item_similarity import LAST_ITEMS, Neighbours
 from npu_gr.train.baselines import graph_of
 from npu_gr.train.data import InteractionLog, NextItem, build_log
 from npu_gr.train.linear import EASE
@@ -31,6 +32,8 @@ from npu_gr.train.rank.item_similarity import (
     count_kinds,
     count_neighbours,
     ease_neighbours,
+    linear_neighbours,
+    linear_width,
 )
 from tests.train.synthetic import NUM_ITEMS, planted
 
@@ -128,6 +131,63 @@ def test_every_kind_is_counted_with_its_events(log: InteractionLog) -> None:
         "EASE, ridge 100, last 500, linear",
         "EASE, ridge 1000, last 500",
     ]
+
+
+def long_file(few: InteractionLog) -> tuple[InteractionLog, I64]:
+    """The log with a long file of items, of which few have an event; and the rows of these."""
+    rows = np.arange(NUM_ITEMS) * 11 + 5
+    ids = np.arange(11 * NUM_ITEMS + 200)
+    return replace(few, items=rows[few.items], item_ids=ids), rows
+
+
+def the_slow_way(kind: NeighbourKind, log: InteractionLog) -> Neighbours:
+    """Walk all items by all items."""
+    assert kind.ridge is not None
+    model = EASE(graph_of(log), log.num_items, kind.ridge)
+    if not kind.is_linear:
+        return ease_neighbours(model, log.num_items)
+
+    def weights(start: int, stop: int) -> F32:
+        found: F32 = model.weights(start, stop).numpy()
+        return found
+
+    return linear_neighbours(weights, log.num_items, linear_width(log.num_items))
+
+
+def test_items_without_an_event_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = build_log(planted(num_users=20, num_events=7), [], "leave-one-out")
+    log, rows = long_file(few)
+    monkeypatch.setattr(module, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(module, "MAX_NEIGHBOURS", 4)
+    monkeypatch.setattr(module, "MAX_TABLE", 9 * log.num_items)  # the width is by all items
+    steps: list[tuple[int, int]] = []
+    found = count_kinds(log, lambda *step: steps.append(step))
+    assert steps == [(0, 6), (3, 6), (5, 6), (6, 6)]
+    assert tuple(found) == KINDS
+    for kind, neighbours in found.items():
+        assert (np.delete(neighbours.items, rows, 0) == -1).all()
+        assert len(neighbours.items) == log.num_items
+        if kind.ridge is not None:
+            slow = the_slow_way(kind, log)
+            assert np.array_equal(neighbours.items, slow.items)
+            assert neighbours.similarity.tobytes() == slow.similarity.tobytes()
+            assert neighbours.items.shape[1] == (9 if kind.is_linear else 4)
+
+
+def test_more_users_than_items_with_events_invert_the_items() -> None:
+    """The slow way inverts users by users there, which rounds in another way."""
+    few = build_log(planted(num_users=60, num_events=7), [], "leave-one-out")
+    log, _ = long_file(few)
+    every = np.arange(log.num_items)
+    for kind, neighbours in count_kinds(log).items():
+        if kind.ridge is not None:
+            slow = the_slow_way(kind, log)
+            for item in every[5:300:11]:
+                np.testing.assert_allclose(
+                    neighbours.sums(np.array([item]), every),
+                    slow.sums(np.array([item]), every),
+                    atol=1e-6,
+                )
 
 
 @pytest.mark.parametrize("bound", ["MAX_EDGES", "ease_is_too_large"])

@@ -114,6 +114,26 @@ def test_what_is_best_of_all_items_is_found(
             np.testing.assert_allclose(whole[found], best[:k], atol=1e-5 * np.abs(whole).max())
 
 
+def test_items_without_an_event_change_no_bit_of_it(
+    log: InteractionLog, knn: LinearBaseline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.arange(NUM_ITEMS) * 11 + 5
+    long = replace(log, items=rows[log.items], item_ids=np.arange(11 * NUM_ITEMS + 200))
+    baseline = knn.refitted(long)
+    model = module._item_knn(baseline)
+    monkeypatch.setattr(item_similarity, "BLOCK_ROWS", 7)
+    slow = item_similarity.linear_neighbours(
+        lambda *of: model.weights(*of).numpy() * baseline.tuned.factors.numpy(),
+        long.num_items,
+        item_similarity.linear_width(long.num_items),
+    )
+    found = as_blend(baseline, long, "click", {}).neighbours
+    assert found is not None
+    assert np.array_equal(found.items, slow.items)
+    assert found.similarity.tobytes() == slow.similarity.tobytes()
+    assert (np.delete(found.items, rows, 0) == -1).all()
+
+
 def test_the_highest_weights_are_kept(
     log: InteractionLog, knn: LinearBaseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

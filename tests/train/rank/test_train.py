@@ -110,7 +110,8 @@ def test_the_checkpoint_says_what_it_is_and_can_be_served(tmp_path: Path) -> Non
     assert isinstance(feature_ids, torch.Tensor)
     assert feature_ids[:, 0].tolist() == [item % 2 for item in range(NUM_ITEMS)]
     assert loaded.metrics["auc"] == found.ranker.auc
-    assert {progress.stage for progress in seen} == {"ranker: train", "ranker: evaluate"}
+    stages = {"ranker: train", "ranker: neighbours", "ranker: evaluate"}
+    assert {progress.stage for progress in seen} == stages
     assert seen[-1].done == seen[-1].total == found.num_next
 
 
@@ -204,6 +205,7 @@ def test_the_served_ranker_is_refitted_on_all_events_and_the_figures_are_of_the_
     assert served.metrics == evaluated.metrics | {"num_served": 1800.0}
     assert list(dict.fromkeys(step.stage for step in seen)) == [
         "ranker: train",
+        "ranker: neighbours",
         "ranker: evaluate",
         "ranker: refit",
     ]
