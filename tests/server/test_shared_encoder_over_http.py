@@ -62,7 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(path / "plain")
     write_checkpoint(path / "unordered", retrieval=True)
     before = replace(
-        tiny_order(), neighbours=None, weights={**tiny_order().weights, "popularity": 0.0}
+        tiny_order(),
+        neighbours=None,
+        weights={**tiny_order().weights, "popularity": 0.0, OWN_OR_NEXT: 0.0},
     )
     write_checkpoint(path / "older", before, retrieval=True)
     return path
