@@ -2,7 +2,9 @@
 
 A real server process with the shipped configuration, ranks over HTTP at a share of its capacity,
 and a delta of popular items' rows every period. Runs with deltas and without take turns. Two arms:
-`exact`, as shipped, and `stale`, with `relay.max_stale_s` of one period.
+`exact`, as shipped, and `stale`, with `relay.max_stale_s` of one period. `shadow` has a shadow in
+the place of deltas (`benchmarks/delta_shadow.py`); `day` is about what deltas bring
+(`benchmarks/delta_day.py`).
 
 Before anything is timed the scores are compared with the reference model's, and at the end with
 those of a process that starts on the weights of the last delta.
@@ -27,6 +29,7 @@ import click
 import numpy as np
 import torch
 
+from benchmarks import delta_day, delta_shadow
 from benchmarks.frame import (
     COUNT,
     SEED,
@@ -58,7 +61,7 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint, read_weights, save
 from tests.ports import free_port
 
-ARMS = ("exact", "stale")
+ARMS = ("exact", "stale", "shadow", "day")
 OPTIONS = (
     SHIPPED_CONFIG,
     option("--items", default=200_000, type=click.IntRange(100), help="Items of the ranker."),
@@ -67,6 +70,7 @@ OPTIONS = (
     option("--period", default=60.0, help="Seconds between two deltas."),
     option("--deltas", default=2, type=COUNT, help="Deltas of a run."),
     option("--repeats", default=2, type=COUNT, help="Runs with deltas, and without; medians."),
+    option("--asked", default=2000, type=COUNT, help="Most events of the day that are asked for."),
     option("--changed", default=0.01, help="Share of the items that a delta changes."),
     option("--load", default=0.7, help="Share of the capacity that is asked."),
     only(ARMS),
@@ -80,6 +84,7 @@ CONNECTIONS = 256
 BIG_ROWS = 100_000
 CACHED, LATENCY, BIG_S, DRIFT = 0.85, 1 / 1.1, 1.0, 1e-5  # targets
 CHECKED = 4
+DAY = 0.1  # share of the log that is the day
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +245,7 @@ def lines(
     period: float,
     deltas: int,
     repeats: int,
+    asked: int,
     changed: float,
     load: float,
     parts: Sequence[str],
@@ -252,6 +258,11 @@ def lines(
         AssertionError: Scores are wrong; nothing was timed.
         Unavailable: A process did not start, or rejected a delta.
     """
+    if "day" in parts:
+        yield from delta_day.lines(DAY, asked)
+    parts = [part for part in parts if part != "day"]
+    if not parts:
+        return
     compiled()
     shape = HSTUConfig(
         num_items=items,
@@ -276,6 +287,15 @@ def lines(
             if arm == "stale":
                 own.append(f"relay.max_stale_s={period}")
             server = instance(f"delta {arm}", stream.checkpoint, folder, own, config)
+            if arm == "shadow":
+                with running(arm, server) as one:
+                    check(one, stream.checkpoint, bodies[:CHECKED])
+                    ask(one.port, bodies)
+                    there = Asked(one, admin_port, file, seed)
+                    size = f"{users} users of {tokens}"
+                    run_s = period * deltas
+                    yield from delta_shadow.turns(there, stream.newest, size, run_s, repeats, load)
+                continue
             yield from measured(
                 arm,
                 about,

@@ -1,11 +1,15 @@
 """`python -m benchmarks long`: prefixes that take less memory: of an attention window, of int8.
 
-    window   a semi-local ranker's prefix at any length of history
-    int8     keys and values in int8 against bfloat16: memory and time
-    quality  and their scores, of a ranker that it trains (some minutes)
+    window     a semi-local ranker's prefix at any length of history
+    full       the same ranker with full attention beside it, up to 16,384 events
+    int8       keys and values in int8 against bfloat16: memory and time
+    quality    and their scores, of a ranker that it trains (some minutes)
+    attention  what a window costs in quality: three rankers that it trains (some minutes)
+    far        the same where the answer lies `--lag` events back, and learnt tokens (some minutes)
+    wire       a user with the longest of the lengths in a store, over HTTP
 
-Times are CPU seconds of one core, of an engine without a service around it: store and wire are not
-measured. Every length's cached scores are compared with a cold rank's before anything is timed.
+Times are CPU seconds of one core, of an engine without a service around it but in the part
+wire. Every length's cached scores are compared with a cold rank's before anything is timed.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import click
 import msgspec
 import torch
 
-from benchmarks import long_int8
+from benchmarks import long_far, long_int8, long_quality, long_wire
 from benchmarks.frame import (
     BACKEND,
     FILE,
@@ -43,15 +47,16 @@ from npu_gr.dataset import read_log
 from npu_gr.history_store.interactions import movielens_100k
 from npu_gr.train.rank.options import TrainOptions
 
-PARTS = ("window", "int8", "quality")
+PARTS = ("window", "full", "int8", "quality", "attention", "far", "wire")
 OPTIONS = (
     BACKEND,
     option("--dtype", default="bfloat16", type=click.Choice(["float32", "bfloat16"])),
     option("--lengths", default="1024,16384,65536", type=Numbers(), help="Events of a history."),
     option("--window", default=192, type=click.IntRange(1), help="attention_window_tokens."),
     option("--first", default=32, type=click.IntRange(0), help="attention_first_tokens."),
+    option("--lag", default=5000, type=click.IntRange(1000), help="Of the part far."),
     only(PARTS),
-    option("--log", type=FILE, help="Log of the part quality; by default MovieLens-100K."),
+    option("--log", type=FILE, help="Log of quality and attention; by default MovieLens-100K."),
     THREADS,
     SEED,
     timed_for(3.0),
@@ -80,6 +85,7 @@ def lines(
     lengths: tuple[int, ...],
     window: int,
     first: int,
+    lag: int,
     parts: Sequence[str],
     log: Path | None,
     seed: int,
@@ -94,12 +100,20 @@ def lines(
     device = choose(backend)
     if "window" in parts:
         yield from _window_lines(device, dtype, lengths, window, first, seed, seconds)
+    if "full" in parts:
+        yield from _full_lines(device, dtype, lengths, window, first, seed, seconds)
     if "int8" in parts:
         yield from long_int8.lines(device, seconds, seed)
     if "quality" in parts:
         options = msgspec.structs.replace(TRAINED, seed=seed)
         served = long_int8.Served(device, read_log(log or movielens_100k()), options)
         yield from long_int8.quality(served)
+    if "attention" in parts:
+        yield from long_quality.lines(device, read_log(log or movielens_100k()), seed)
+    if "far" in parts:
+        yield from long_far.lines(device, lag, seed)
+    if "wire" in parts:
+        yield from long_wire.lines(lengths, seed)
 
 
 def _window_lines(
@@ -138,6 +152,29 @@ def _window_lines(
     at = f"N={USERS_AT} K1={window} K2={first} {dtype}"
     sizes = long.layout.bytes(USERS_AT), whole.bytes(USERS_AT)
     yield _bytes(f"bytes a user, {at}", *sizes, "full attention, bfloat16", SMALLER)
+
+
+def _full_lines(
+    device: Backend,
+    dtype: str,
+    lengths: tuple[int, ...],
+    window: int,
+    first: int,
+    seed: int,
+    seconds: float,
+) -> Iterator[Line]:
+    kind = getattr(torch, dtype)
+    shape = msgspec.structs.replace(
+        config(), attention_window_tokens=window, attention_first_tokens=first
+    )
+    arms = [Long.untrained(each, device, kind, seed) for each in (shape, config())]
+    for num_events in (each for each in lengths if each <= USERS_AT):
+        ours, base = (Prepared(each, num_events) for each in arms)
+        at = f"N={num_events} K1={window} K2={first} {dtype}"
+        mine, full = timed_in_turn([ours.rank, base.rank], seconds, clock=time.process_time)
+        yield _ratio(f"cached rank, {at}", mine, full, None, "full attention")
+        name = "full attention"
+        yield _ratio(f"prefill, {at}", [ours.prefill_s], [base.prefill_s], None, name)
 
 
 def _bytes(case: str, ours: int, before: int, name: str, target: float) -> Line:

@@ -102,26 +102,33 @@ class Served:
         self.labels = positives(self.log, tasks[self.task])
         self.users = [each.user for each in self.log.next_items()]
 
-    def scored(self, dtype: torch.dtype, pages: torch.dtype) -> Scored:
-        """Score with the weights in one dtype, and pages in another."""
+    def engine(self, dtype: torch.dtype, pages: torch.dtype) -> RankEngine:
+        """Make an engine with the weights in one dtype, and pages in another."""
         model = HSTU(self.config)
         model.load_state_dict(self._weights)
         model.cast(dtype).eval().items.freeze()
-        engine, _ = Long(model, self._backend, 0, pages).engine(1)
+        return Long(model, self._backend, 0, pages).engine(1)[0]
+
+    def scored(self, dtype: torch.dtype, pages: torch.dtype) -> Scored:
+        """Score with the weights in one dtype, and pages in another."""
+        engine = self.engine(dtype, pages)
         every = np.arange(self.config.num_items)
         best: list[list[set[int]]] = [[] for _ in self.config.tasks]
         liking = np.full(len(self.log.items), np.nan)
         for user in self.users:
             start, stop = self.log.starts[user : user + 2]
             first = start + self.log.num_trained[user]
-            logits = self._logits(engine, int(start), int(first), every)
+            logits = self.logits(engine, user, every)
             for task, column in enumerate(logits.T):
                 best[task].append(set(np.argsort(-column, kind="stable")[:BEST].tolist()))
             liking[first:stop] = logits[self.log.items[first:stop], self.task]
         return Scored(best, liking)
 
-    def _logits(self, engine: RankEngine, start: int, first: int, candidates: I64) -> F32:
+    def logits(self, engine: RankEngine, user: int, candidates: I64) -> F32:
+        """Score candidates after a user's trained events: [candidates, tasks]."""
         log = self.log
+        start = int(log.starts[user])
+        first = start + int(log.num_trained[user])
         own = slice(max(start, first - self.config.max_history_tokens), first)
         events = Events(log.items[own], log.actions[own].astype(np.int16), log.times[own])
         tokens = Tokens(

@@ -18,6 +18,8 @@ fails even at the lowest rate, that rate is used for it, and the ratio is a lowe
                       half the rate that full inference sustains at the widest objective
     trigger off       prefill every signal, instead of those at risk; in a mix of few long and
                       many short histories, where half of the signals lead to no rank
+    simulated         the widest objective on a virtual clock, with the trace's returns and memory
+                      for a tenth of its users: full attention, and constant-size prefixes
 
 Source of the arms: RelayGR (arXiv:2601.01712), whose figures are up to 3.6x throughput and 1.5x
 longer histories on Ascend NPUs.
@@ -37,6 +39,7 @@ import click
 import msgspec
 import numpy as np
 
+from benchmarks import relay_simulated
 from benchmarks.frame import (
     BACKEND,
     COUNT,
@@ -68,6 +71,7 @@ from npu_gr.core.history import UserKey
 from npu_gr.relay.config import TriggerConfig
 
 PARTS = ("arms", "longest", "trigger")
+SIMULATED = "simulated"  # of a trace, on a virtual clock
 OPTIONS = (
     BACKEND,
     THREADS,
@@ -76,6 +80,8 @@ OPTIONS = (
     option("--candidates", default="100", type=Numbers(), help="Candidates of a rank."),
     option("--layers", default=3, type=click.IntRange(2)),
     option("--dim", default=256, help="Width of the model; a multiple of 64."),
+    option("--window", default=0, type=click.IntRange(0), help="attention_window_tokens; 0 = all."),
+    option("--first", default=0, type=click.IntRange(0), help="attention_first_tokens."),
     option("--count", default=200, type=COUNT, help="Requests of each run."),
     option(
         "--lowest",
@@ -84,7 +90,7 @@ OPTIONS = (
         help="Lowest rate, as a share of the capacity of full inference.",
     ),
     option("--trace", type=FILE, help="Mooncake trace for the arm 'relay, dram trace'."),
-    only(PARTS),
+    only((*PARTS, SIMULATED)),
 )
 MULTIPLES = (1.2, 1.5, 3.0)  # objectives, in idle full inferences
 STEP = 1.25  # ratio of the rates of the grid
@@ -259,6 +265,8 @@ def lines(
     candidates: Sequence[int],
     layers: int,
     dim: int,
+    window: int,
+    first: int,
     count: int,
     lowest: float,
     seed: int,
@@ -269,7 +277,7 @@ def lines(
 
     Args:
         backend: Name of the backend.
-        lengths, candidates, layers, dim: Sizes of the shapes.
+        lengths, candidates, layers, dim, window, first: Sizes of the shapes.
         count: Requests of each run.
         lowest: Lowest rate, relative to the capacity of full inference.
         seed: Random seed of weights and traffic.
@@ -278,8 +286,12 @@ def lines(
     """
     device = choose(backend)
     sessions = [] if trace is None else read_sessions(trace)
+    if SIMULATED in parts and sessions:
+        yield from relay_simulated.lines(sessions)
+    if not set(parts) & set(PARTS):
+        return
     for num_tokens, num_candidates in product(lengths, candidates):
-        shape = Shape(num_tokens, num_candidates, layers, dim)
+        shape = Shape(num_tokens, num_candidates, layers, dim, window, first)
         yield from ShapeBench(shape, device, count, lowest, seed).lines(sessions, parts)
 
 
@@ -312,6 +324,8 @@ class ShapeBench:
         self._rig = self._rig_of(shape)
         self._full_s = self._rig.idle.full_s
         self._case = f"L={shape.num_tokens} M={shape.num_candidates}"
+        if shape.window:
+            self._case += f" K1={shape.window} K2={shape.first}"
 
     def _rig_of(self, shape: Shape) -> Rig:
         rig = Rig(shape, self._backend, self._seed)

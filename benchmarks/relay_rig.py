@@ -67,6 +67,8 @@ class Shape(NamedTuple):
     num_candidates: int
     num_layers: int
     dim: int = 256
+    window: int = 0  # attention_window_tokens; 0 = full attention
+    first: int = 0  # attention_first_tokens
 
 
 class Idle(NamedTuple):
@@ -129,7 +131,10 @@ class Rig:
         self.backend = backend
         torch.manual_seed(seed)
         config = msgspec.structs.replace(
-            model_config(shape.num_layers, shape.dim), max_history_tokens=shape.num_tokens
+            model_config(shape.num_layers, shape.dim),
+            max_history_tokens=shape.num_tokens,
+            attention_window_tokens=shape.window,
+            attention_first_tokens=shape.first,
         )
         self.model = HSTU(config).to(backend.device).eval()
         self.model.items.freeze()
@@ -139,6 +144,8 @@ class Rig:
             qk_dim=config.qk_dim,
             v_dim=config.v_dim,
             arrangement=backend.arrangement(torch.float32, 64),
+            window_tokens=shape.window,
+            first_tokens=shape.first,
         )
         self.vocabulary = ItemVocabulary(np.arange(config.num_items, dtype=np.int64))
         pages = self.layout.pages(shape.num_tokens)

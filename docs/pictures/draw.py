@@ -2,8 +2,9 @@
 
 `python docs/pictures/draw.py` writes them into this folder.
 
-The figures of `throughput` are those of `python -m benchmarks relay` in docs/measured/relay.md. A
-test draws all of them anew and compares.
+The figures of `throughput` are those of `python -m benchmarks relay` in docs/measured/relay.md,
+those of `million` of `python -m benchmarks long` in docs/measured/rank.md. A test draws all of them
+anew and compares.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 MEASURED = HERE.parent / "measured/relay.md"
+RANK = HERE.parent / "measured/rank.md"
 SAME_SHAPE = 4096  # tokens up to which the table has one model; beyond, a smaller one
 BLUE, ORANGE, GREEN, RED, GREY, INK = (
     "#2563eb",
@@ -312,6 +314,58 @@ def throughput() -> str:
     return it.text()
 
 
+def rank_times(text: str, num_cells: int) -> dict[int, list[str]]:
+    """Read the rows of a table by number of events, from the section of histories of any length."""
+    section = text.partition("## A history of any length")[2].partition("\n## ")[0]
+    found = {}
+    for line in section.splitlines():
+        first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        if len(cells) == num_cells - 1 and re.fullmatch(r"[\d,]+", first):
+            found[int(first.replace(",", ""))] = cells
+    return found
+
+
+def million() -> str:
+    """Draw one core's ranks a second against the length of the history, to a million events."""
+    text = RANK.read_text()
+    it = Picture(760, 300, "Ranks a second up to a million events")
+    low, high, left, right = 220, 60, 70, 710
+    it.words(20, 26, "ranks/s of one core, 100 candidates, 8 layers of width 256", bold=True)
+    windows, ratios = rank_times(text, 6), rank_times(text, 5)
+    cached = {tokens: float(row[0]) for tokens, row in windows.items()}
+    cold = {tokens: float(row[1]) for tokens, row in windows.items()}
+    # a window's cached rank takes the same time at any length
+    full = {n: cached[min(cached)] * float(row[2].rstrip("x")) for n, row in ratios.items()}
+    shortest, longest = min(windows), max(windows)
+
+    def place(tokens: int, ms: float) -> tuple[float, float]:
+        across = math.log(tokens / shortest) / math.log(longest / shortest)
+        up = math.log10(1000 / ms) / 3
+        return left + 20 + across * (right - left - 40), low - up * (low - high)
+
+    it.line((left, high), (left, low), (right, low))
+    for value in (1, 10, 100, 1000):
+        y = low - math.log10(value) / 3 * (low - high)
+        it.words(left - 8, y + 4, f"{value:,}", "end")
+        it.line((left - 4, y), (left, y))
+    for tokens in sorted({*windows, *full}):
+        it.words(place(tokens, 1)[0], low + 20, f"{tokens:,}", "middle")
+    it.words((left + right) / 2, low + 40, "events of history", "middle")
+    series = (
+        ("a window of attention, cached prefix", BLUE, cached),
+        ("the same, cold", GREY, cold),
+        ("full attention, cached prefix", ORANGE, full),
+    )
+    for x, (name, colour, times) in zip((30, 300, 440), series, strict=True):
+        points = [place(tokens, ms) for tokens, ms in times.items()]
+        it.line(*points, colour=colour)
+        for point in points:
+            it.dot(*point, colour)
+        it.dot(x, 282, colour)
+        it.words(x + 10, 286, name)
+    return it.text()
+
+
 def deltas() -> str:
     """Draw a delta that changes one item, and the prefixes of two users."""
     title = "A delta changes one item; only the prefix that has read it is encoded again"
@@ -382,6 +436,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "handover": handover,
     "domains": domains,
     "throughput": throughput,
+    "million": million,
 }
 
 if __name__ == "__main__":

@@ -588,6 +588,12 @@ def _settings(
     help="Setting that FOLDER lacks.",
 )
 @click.option(
+    "--dump",
+    type=FILE,
+    metavar="FOLDER",
+    help="Rows that TorchEasyRec's delta_embedding_dump_config wrote after the checkpoint.",
+)
+@click.option(
     "--trusted",
     is_flag=True,
     help="Read a distributed checkpoint, although it can execute code; only if you trust it.",
@@ -598,6 +604,7 @@ def import_(
     out: Path,
     name: str,
     item_ids: Path | None,
+    dump: Path | None,
     trusted: bool,
     **given: Any,
 ) -> None:
@@ -627,6 +634,7 @@ def import_(
         GivenNames(ids, given["actions"], given["tasks"]),
         given["settings"],
         is_trusted=trusted,
+        dump=dump,
     )
     shape = made.model.config
     checkpoint = Checkpoint(

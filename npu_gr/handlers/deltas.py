@@ -2,6 +2,7 @@
 
     POST /v1/models/delta     file -> checked -> synced into the folder of deltas -> written
     models.deltas_from        a file that another process put there -> checked -> written
+    models.deltas_stream      an entry of Redis -> checked -> synced into the folder -> written
     POST /v1/models/rollback  the number to serve, synced -> written
 
 A move computes what it writes on a thread of its own. The device then writes it between two passes,
@@ -41,7 +42,7 @@ from npu_gr.model.served_weights import Patch, ServedWeights
 
 log = logging.getLogger(__name__)
 
-FOLLOW_S = 0.3  # between two looks into `models.deltas_from`
+FOLLOW_S = 0.3  # between two looks for deltas of others
 # Host memory that a delta takes at most, by its bytes: the values, their rows, and as tensors of
 # the model.
 TAKES = 3.0
@@ -115,6 +116,7 @@ class Deltas:
         Raises:
             DeltaError, Unavailable, DeviceError: as `add`.
         """
+        await asyncio.to_thread(self._versions.ranker().weights.log.pull)
         async with self._one_at_a_time:
             ranking = self._versions.ranker()
             weights = ranking.weights
@@ -137,7 +139,7 @@ class Deltas:
             except NpuGrError as error:
                 self._metrics.failed(Reloaded.DELTA)
                 if str(error) != reason:
-                    log.error("models.deltas_from: %s", error)
+                    log.error("deltas: %s", error)
                 reason = str(error)
 
     async def _add(self, ranking: Ranking, body: bytes) -> None:

@@ -54,7 +54,7 @@ class Link(NamedTuple):
         return self.manifest.sequence
 
 
-class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ServedNumber(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of `served.json`."""
 
     sequence: int  # `CHECKPOINT` = no delta
@@ -188,7 +188,7 @@ class DeltaLog:
             DeltaError: the disk failed; the same delta is served as before.
         """
         files = self.files()
-        served = Served(target, files[-1].sequence if files else CHECKPOINT)
+        served = ServedNumber(target, files[-1].sequence if files else CHECKPOINT)
         try:
             replace_file(self.folder / SERVED, msgspec.json.encode(served))
         except OSError as error:
@@ -197,7 +197,7 @@ class DeltaLog:
     def _head(self, last: int) -> int:
         path = self.folder / SERVED
         try:
-            served = msgspec.json.decode(path.read_bytes(), type=Served)
+            served = msgspec.json.decode(path.read_bytes(), type=ServedNumber)
         except FileNotFoundError:
             return last
         except (OSError, msgspec.MsgspecError) as error:

@@ -3,10 +3,10 @@
     NAME           stream: entry 42-0 has delta 42 whole, as the field `file`
     NAME:served    after a rollback: the content of `served.json`
 
-Redis takes an entry only above its newest one, so each number is given once, whoever writes it. An
-instance copies the entries that its folder lacks, in order and checked, and serves from the folder
-(`delta_log.py`): one that joins later catches up, and one that finds no Redis starts with what it
-has. A delta is in the stream before it is in the folder of the instance that took it.
+Redis takes an entry only above its newest one, so each number is given once, also by two writers.
+An instance copies the entries that its folder lacks, in order and checked, and serves from the
+folder (`delta_log.py`): one that joins later catches up, and one that finds no Redis starts with
+what it has. A delta is in the stream before it is in the folder of the instance that took it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from npu_gr.core.durable_files import replace_file
 from npu_gr.core.errors import ConfigError, DeltaError, Unavailable
 from npu_gr.core.secret import SecretUrl
 from npu_gr.model.delta import Manifest, file_name, publish, read_delta
-from npu_gr.model.delta_log import SERVED, DeltaLog, Link, Served
+from npu_gr.model.delta_log import SERVED, DeltaLog, Link, ServedNumber
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -129,7 +129,7 @@ class DeltaStream(DeltaLog):
             DeltaError: the disk failed.
             Unavailable: Redis did not answer.
         """
-        served = Served(target, self._newest())
+        served = ServedNumber(target, self._newest())
         with self._asking():
             self._redis.set(f"{self._name}:served", msgspec.json.encode(served))
         super().roll_back(target)
@@ -176,7 +176,7 @@ class DeltaStream(DeltaLog):
     def _follow(self, served: bytes) -> None:
         path = self.folder / SERVED
         try:
-            msgspec.json.decode(served, type=Served)
+            msgspec.json.decode(served, type=ServedNumber)
             if not path.exists() or path.read_bytes() != served:
                 replace_file(path, served)
         except (OSError, msgspec.MsgspecError) as error:

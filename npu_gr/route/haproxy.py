@@ -262,16 +262,18 @@ def _admin(config: RouterConfig) -> str:
         )
     )
     metrics = "http-request use-service prometheus-exporter if { path /metrics } METH_GET"
-    return f"""frontend admin  # metrics, and changes at every instance
+    return f"""frontend admin  # metrics, and what every instance is asked: changes, its models
   bind {joined(config.admin_host, config.admin_port)}{tls}
 {_exact()}
 {_ready()}
 {_no_foreign_pages(config.admin_host)}
   acl metrics path /metrics
   acl changes path {changes}
+  acl models path /v1/models
   http-request return status 404 content-type application/problem+json \
-string '{_problem("not found")}' unless metrics METH_GET or changes METH_POST
+string '{_problem("not found")}' unless metrics METH_GET or models METH_GET or changes METH_POST
 {_keys(config, "observe.map", "metrics")}
+{_keys(config, "observe.map", "models")}
 {_keys(config, "admin.map", "changes")}
 {_wait_for_body(config)}
   {metrics}

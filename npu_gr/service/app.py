@@ -22,7 +22,14 @@ from prometheus_client import CollectorRegistry
 from npu_gr.backend.base import Backend
 from npu_gr.backend.choose import choose
 from npu_gr.catalogue.names import key_of
-from npu_gr.core.errors import ConfigError, DeltaError, NpuGrError, StoreFailed, StoreFault
+from npu_gr.core.errors import (
+    ConfigError,
+    DeltaError,
+    NpuGrError,
+    StoreFailed,
+    StoreFault,
+    Unavailable,
+)
 from npu_gr.core.health import DEAD_S
 from npu_gr.core.lifetime import running
 from npu_gr.core.names import difference
@@ -210,9 +217,10 @@ async def opened(
                 service.catalogue,
             )
             service.deltas = deltas
-            with suppress(DeltaError):  # a folder of another checkpoint is left alone
+            # a folder of another checkpoint is left alone; without Redis its copy is served
+            with suppress(DeltaError, Unavailable):
                 await deltas.follow()  # its items, since the weights were read with it
-            if config.models.deltas_from is not None:
+            if config.models.is_following:
                 worker = metrics.health.add("deltas")
                 await stack.enter_async_context(running(deltas.watch(worker)))
         reload = None

@@ -53,6 +53,7 @@ from npu_gr.model.config import HSTUConfig, inexact_fields
 from npu_gr.model.decoder import Decoder
 from npu_gr.model.delta import ModelIdentity
 from npu_gr.model.delta_log import DeltaLog
+from npu_gr.model.delta_stream import DeltaStream
 from npu_gr.model.generative import GenerativeModel
 from npu_gr.model.history_tokenizer import ItemVocabulary
 from npu_gr.model.hot_rows import HotRows
@@ -373,7 +374,8 @@ def _weights(folder: Path, config: Config) -> ServedWeights:
         ConfigError: the checkpoint or a delta is damaged.
     """
     assert config.checkpoint is not None
-    log_ = DeltaLog(config.models.folder(config.checkpoint))
+    place, stream = config.models.folder(config.checkpoint), config.models.deltas_stream
+    log_ = DeltaLog(place) if stream is None else DeltaStream(place, stream)
     try:
         weights = ServedWeights(folder, log_)
         log_.files()

@@ -12,6 +12,7 @@ import msgspec
 from npu_gr.backend.names import AttentionMode, BackendName, NativeMode
 from npu_gr.core import settings
 from npu_gr.core.kinds import KINDS
+from npu_gr.core.secret import SecretUrl
 from npu_gr.core.settings import Bytes, Count, Ratio, Seconds
 from npu_gr.engine.kv_cache.config import KVConfig
 from npu_gr.engine.queue import SchedulerConfig
@@ -44,9 +45,17 @@ class ModelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # folder of deltas that this instance follows, and others may; absent: CHECKPOINT.deltas, which
     # only `POST /v1/models/delta` fills
     deltas_from: str | None = None
+    # Redis with the stream of a fleet's deltas: redis://HOST:6379/0#NAME, rediss:// or unix://; the
+    # folder is then this instance's copy
+    deltas_stream: SecretUrl | None = None
     # memory of the device for the item rows of a sharded checkpoint that are read most; the kernel
     # caches others in free memory of the host
     hot_item_bytes: Bytes = 536_870_912
+
+    @property
+    def is_following(self) -> bool:
+        """Whether deltas come from elsewhere too."""
+        return self.deltas_from is not None or self.deltas_stream is not None
 
     def folder(self, checkpoint: str) -> Path:
         """Return the folder of the deltas of a checkpoint."""

@@ -264,6 +264,7 @@ def examine_instance(config: Config) -> list[WayIn]:
         )
     found += _proxies(server.trusted_proxies)
     found += _store(config)
+    found += _stream(config)
     found += _pool(config)
     found += _recordings(config)
     if server.otlp_endpoint is not None:
@@ -412,18 +413,24 @@ def _key(entry: KeyEntry) -> WayIn:
 def _store(config: Config) -> Iterator[WayIn]:
     store = config.history_store
     if store.kind == "redis":
-        yield from _redis(store.redis_url)
+        yield from _redis("history_store.url", store.redis_url, "behaviours of all tenants")
     elif store.kind == "embedded":
         for path in (Path(store.path + ending) for ending in ("", "-wal", "-shm")):
             yield from _private("history_store.path", path)
 
 
-def _redis(url: SecretUrl) -> Iterator[WayIn]:
-    yield from _call("history_store.url", url, "behaviours of all tenants")
+def _stream(config: Config) -> Iterator[WayIn]:
+    url = config.models.deltas_stream
+    if url is not None:
+        yield from _redis("models.deltas_stream", url, "weights and items that all serve")
+
+
+def _redis(setting: str, url: SecretUrl, carries: str) -> Iterator[WayIn]:
+    yield from _call(setting, url, carries)
     parts = urlsplit(url.reveal())
     if parts.password is None and not all(map(is_loopback_name, host_names(url.reveal()))):
         yield WayIn(
-            f"history_store.url {url}",
+            f"{setting} {url}",
             Openness.OPEN,
             "all hosts that can connect, with no password",
             "set a password",

@@ -149,12 +149,15 @@ def test_rank(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
 
 @needs_kernels
 def test_long(monkeypatch: pytest.MonkeyPatch, small: None) -> None:
-    window: Any = (100, 10, ("window",), None, 0, 0.0)
+    window: Any = (100, 10, 1000, ("window",), None, 0, 0.0)
     found = checked(list(long.lines("cpu", "float32", (130, 300), *window)))
     assert [line.case.partition(",")[0] for line in found] == [
         *("cached rank", "cold rank", "append of one event", "prefill", "bytes a user"),
         "bytes a user",
     ]
+    full: Any = (100, 10, 1000, ("full",), None, 0, 0.0)
+    found = checked(list(long.lines("cpu", "float32", (130, 20_000), *full)))
+    assert [line.case.partition(",")[0] for line in found] == ["cached rank", "prefill"]
     again = long_user.Prepared.rank
     monkeypatch.setattr(
         long_user.Prepared, "rank", lambda self, cached=True: again(self, cached) + bytes(cached)

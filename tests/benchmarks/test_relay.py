@@ -183,7 +183,7 @@ def test_the_whole_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         f'{{"timestamp": {n}, "input_length": 9, "hash_ids": [0, {n % 50}]}}\n' for n in range(400)
     )
     trace.write_text("".join(rows))
-    found = list(lines("cpu", (96,), (4,), 2, 64, 40, 0.1, 0, trace))
+    found = list(lines("cpu", (96,), (4,), 2, 64, 0, 0, 40, 0.1, 0, trace))
     cases = " ".join(line.case for line in found)
     for part in (
         "prefill",

@@ -47,11 +47,17 @@ async def test_a_fleet_converges_to_one_number(scale: Scale, tmp_path: Path) -> 
 
         def instance(name: str) -> Any:
             store = {"path": str(tmp_path / f"{name}.db")}
-            own = {"checkpoint": str(tmp_path / "v0"), "models": models(name)}
-            return serving(tmp_path, watched=False, history_store=store, **own)
+            checkpoint = str(tmp_path / "v0")
+            return serving(
+                tmp_path,
+                watched=False,
+                checkpoint=checkpoint,
+                models=models(name),
+                history_store=store,
+            )
 
-        own = [f"models.{key}={value}" for key, value in models("killed").items()]
-        killed = Instance(tmp_path, tmp_path / "v0", *own)
+        sets = [f"models.{key}={value}" for key, value in models("killed").items()]
+        killed = Instance(tmp_path, tmp_path / "v0", *sets)
         async with (
             running(killed),
             instance("first") as (client, _),
@@ -75,10 +81,10 @@ async def test_a_fleet_converges_to_one_number(scale: Scale, tmp_path: Path) -> 
                     await post(client, files[number])
                 number += number % 2
                 await at(number, client, http, killed)
-                task = asyncio.create_task(post(client, files[number]))
+                following = asyncio.create_task(post(client, files[number]))
                 await asyncio.sleep(random_.uniform(0, 0.5))
                 killed.signal(signal.SIGKILL)
-                await task
+                await following
                 await killed.ended()
                 killed.launch()
                 await killed.ready()

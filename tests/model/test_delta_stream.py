@@ -13,7 +13,7 @@ from redis import Redis
 from npu_gr.core.errors import ConfigError, DeltaError, Unavailable
 from npu_gr.core.secret import SecretUrl
 from npu_gr.model.delta import file_name, read_manifest
-from npu_gr.model.delta_log import DeltaLog, Served, write_next
+from npu_gr.model.delta_log import DeltaLog, write_next
 from npu_gr.model.delta_stream import NAME, DeltaStream
 from tests.history_store.redis_server import redis_path
 from tests.server.test_deltas_over_http import changed
@@ -138,7 +138,6 @@ def test_what_is_wrong_in_the_stream_is_named_and_not_copied(
     with pytest.raises(Unavailable):
         log.roll_back(0)
     assert not (tmp_path / "a" / "served.json").exists()
-    assert Served(0, 1).last == 1
     for url in ("http://x", "redis://x:port"):
         with pytest.raises(ConfigError, match=r"deltas_stream: \*\*\*|deltas_stream: "):
             DeltaStream(tmp_path, SecretUrl(url))

@@ -267,6 +267,11 @@ async def test_a_change_of_the_catalogue_reaches_every_instance_by_the_admin_add
         assert all(fake.bodies == [b"items"] for fake in s.fakes)
         async with s.http.post(f"{s.url}/v1/catalog/items", data=b"items") as answer:
             assert answer.status == 404  # not on the public address
+        # what each serves, its delta included
+        async with s.http.get(f"{s.admin}/v1/models") as answer:
+            assert {name: one["instance"] for name, one in (await answer.json()).items()} == {
+                name: name for name in ("i0", "i1", "i2")
+            }
 
 
 async def test_a_reload_and_a_rollback_may_take_longer_than_a_request() -> None:
@@ -422,7 +427,8 @@ async def test_a_request_without_a_key_of_the_file_gets_no_further(tmp_path: Pat
         assert not s.fakes[0].seen
         assert (await s.post("rank", Authorization=f"Bearer {KEY}"))[0] == 200
         assert s.fakes[0].seen[0].headers["Authorization"] == f"Bearer {KEY}"
-        for method, path_ in (("GET", "/metrics"), ("POST", "/v1/catalog/reload")):
+        asked = [("GET", "/metrics"), ("GET", "/v1/models"), ("POST", "/v1/catalog/reload")]
+        for method, path_ in asked:
             async with s.http.request(
                 method, s.admin + path_, headers={"Authorization": f"Bearer {KEY}"}
             ) as answer:

@@ -295,7 +295,8 @@ def test_every_host_port_path_url_and_file_of_the_types_has_a_line(
     if cls is Config:
         embedded = {"history_store": {"path": "{folder}/history.db"}}
         pooled = {"kv_cache": {"pool": "mooncake://127.0.0.1:50051"}}
-        tables = [INSTANCE, {**INSTANCE, **embedded, **pooled}]
+        stream = {"models": {"deltas_stream": "redis://db:6379"}}
+        tables = [INSTANCE, {**INSTANCE, **embedded, **pooled, **stream}]
     else:
         tables = [{**ROUTER, "discovery": one} for one in DISCOVERIES]
     found = [way for table in tables for way in reported(tmp_path, table)]

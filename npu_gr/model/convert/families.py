@@ -16,7 +16,8 @@ from npu_gr.model.convert.source import (
     read_gin,
     read_tensors,
 )
-from npu_gr.model.convert.torcheasyrec_files import read_pipeline, weights_folder
+from npu_gr.model.convert.torcheasyrec_dump import with_dumped_rows
+from npu_gr.model.convert.torcheasyrec_files import read_pipeline, step_of, weights_folder
 
 FAMILIES: dict[str, Callable[[ForeignCheckpoint, GivenNames], Converted]] = {
     "generative-recommenders": convert_research,
@@ -33,6 +34,7 @@ def convert(
     settings: Mapping[str, Any] | None = None,
     *,
     is_trusted: bool = False,
+    dump: Path | None = None,
 ) -> Converted:
     """Convert a checkpoint folder of another project.
 
@@ -42,6 +44,7 @@ def convert(
         names: Item ids, actions and tasks, which the folder does not contain.
         settings: Override or extend the settings of the folder.
         is_trusted: Allow pickles: see `read_tensors`.
+        dump: Folder of rows that TorchEasyRec's training wrote after the checkpoint.
 
     Raises:
         CheckpointError: The folder cannot be read or converted; the message lists every problem.
@@ -51,7 +54,14 @@ def convert(
     is_pipeline = family == "torcheasyrec"
     found = read_pipeline(folder) if is_pipeline else read_gin(folder)
     tensors = read_tensors(weights_folder(folder) if is_pipeline else folder, is_trusted=is_trusted)
+    notes = []
+    if dump is not None:
+        if not is_pipeline:
+            raise CheckpointError("--dump is of --from torcheasyrec alone")
+        tensors, note = with_dumped_rows(tensors, dump, step_of(folder))
+        notes.append(note)
     source = ForeignCheckpoint(str(folder), tensors, found | dict(settings or {}))
+    source.notes.extend(notes)
     try:
         return FAMILIES[family](source, names)
     except (ValueError, TypeError) as error:  # a setting that is no number, or an impossible size

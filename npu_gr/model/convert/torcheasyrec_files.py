@@ -186,6 +186,16 @@ def weights_folder(folder: Path) -> Path:
     return newest / "model" if (newest / "model").is_dir() else newest
 
 
+def step_of(folder: Path) -> int:
+    """Return the step of the weights that are read; 0 = their folder has none in its name."""
+    found = weights_folder(folder)
+    for path in (found, found.parent):
+        step = path.name.removeprefix("model.ckpt-")
+        if step != path.name and step.isdecimal():
+            return int(step)
+    return 0
+
+
 def read_pipeline(folder: Path) -> dict[str, Any]:
     """Read `pipeline.config` of a run's folder, or of the parent of a step's folder.
 
