@@ -327,18 +327,6 @@ class ScoreBlend:
         """
         return self.own_sum(*OwnItems.of(history).terms(candidates))
 
-    def own_or_next(self, own: OwnItems, candidates: I64, last: I64, rows: I64) -> F32:
-        """Compute x: the log of how much the user had each candidate, plus that it follows.
-
-        Args:
-            own: The user's items.
-            candidates: int64 [c] items, numbered as those of `own`.
-            last: int64 [n] item rows of the history, of which the last is read.
-            rows: int64 [c] item rows of the candidates.
-        """
-        follows = np.exp(self.transitions(last[-1:], rows).astype(np.float64))
-        return np.log(own.weights_of(candidates) + FOLLOWING * follows).astype(np.float32)
-
     def own_sum(self, seen: F32, own_count: F32, own_age: F32) -> F32:
         """Sum the weighted terms of `OwnItems.terms`, float32 [c] each."""
         e, g, h = (np.float32(self.weights[name]) for name in OWN_WEIGHTS)
@@ -362,6 +350,20 @@ class ScoreBlend:
         total: F32 = a * retrieval + b * click + c * transitions + own
         total += f * neighbours + p * popularity
         return total
+
+
+def own_or_next(blend: ScoreBlend, own: OwnItems, candidates: I64, last: I64, rows: I64) -> F32:
+    """Compute x: the log of how much the user had each candidate, plus that it follows.
+
+    Args:
+        blend: Blend with the transitions.
+        own: The user's items.
+        candidates: int64 [c] items, numbered as those of `own`.
+        last: int64 [n] item rows of the history, of which the last is read.
+        rows: int64 [c] item rows of the candidates.
+    """
+    follows = np.exp(blend.transitions(last[-1:], rows).astype(np.float64))
+    return np.log(own.weights_of(candidates) + FOLLOWING * follows).astype(np.float32)
 
 
 def save_blend(blend: ScoreBlend, folder: Path) -> None:

@@ -28,6 +28,7 @@ from npu_gr.model.blend import (
     WEIGHTS,
     ScoreBlend,
     load_blend,
+    own_or_next,
     save_blend,
 )
 from npu_gr.model.item_similarity import Neighbours
@@ -239,13 +240,13 @@ def test_an_item_comes_again_or_follows_the_last_one() -> None:
     order = an_order()
     every = np.arange(ITEMS)
     own = OwnItems.of(np.array([105, 103, 105]))  # of ids, which need not be the rows
-    found = order.own_or_next(own, every + 100, np.array([2, 4]), every)
+    found = own_or_next(order, own, every + 100, np.array([2, 4]), every)
     follows = np.exp(order.transitions(np.array([4]), every))  # the last row decides
     had = np.zeros(ITEMS)
     had[[3, 5]] = 0.97, 1 + 0.97**2
     assert found == pytest.approx(np.log(had + FOLLOWING * follows), rel=1e-5)
     nobody = OwnItems.of(np.empty(0, np.int64))
-    found = order.own_or_next(nobody, every, np.array([2, 4]), every)
+    found = own_or_next(order, nobody, every, np.array([2, 4]), every)
     assert found == pytest.approx(np.log(FOLLOWING * follows), rel=1e-5)
 
 

@@ -24,7 +24,7 @@ from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
 from npu_gr.handlers.hooks import HookContext
 from npu_gr.handlers.service import Service
 from npu_gr.handlers.sources import SharedEncoderUse
-from npu_gr.model.blend import OWN_OR_NEXT
+from npu_gr.model.blend import OWN_OR_NEXT, own_or_next
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.own_items import OwnItems
@@ -127,7 +127,7 @@ class ByHand:
             self.order.alike(mine, rows),
             self.order.popular(rows),
         )
-        more = self.order.own_or_next(OwnItems.of(mine), rows, mine, rows)
+        more = own_or_next(self.order, OwnItems.of(mine), rows, mine, rows)
         of_own = self.order.own(mine, rows) + np.float32(self.order.weights[OWN_OR_NEXT]) * more
         return self.order.scores(self.retrieval(own)[rows], like, *counted, of_own)
 

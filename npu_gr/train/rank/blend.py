@@ -34,6 +34,7 @@ from npu_gr.model.blend import (
     PRIOR,
     WEIGHTS,
     ScoreBlend,
+    own_or_next,
 )
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.item_similarity import Neighbours
@@ -207,7 +208,7 @@ def retrieved_lists(
             counted.alike(history, items.numpy()),
             counted.popular(items.numpy()),
             *own.terms(items.numpy()),
-            counted.own_or_next(own, items.numpy(), history, items.numpy()),
+            own_or_next(counted, own, items.numpy(), history, items.numpy()),
         )
         done(count, len(targets))
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.model.blend import DECAY, LAST_EVENTS, OWN_OR_NEXT, PRIOR, WEIGHTS, ScoreBlend
+from npu_gr.model.blend import (
+    DECAY,
+    LAST_EVENTS,
+    OWN_OR_NEXT,
+    PRIOR,
+    WEIGHTS,
+    ScoreBlend,
+    own_or_next,
+)
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.own_items import OwnItems
@@ -209,7 +217,7 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(
         assert np.array_equal(found.popularity, counted.popularity[found.items])
         assert np.array_equal(found.seen, np.isin(found.items, history))
         assert np.array_equal((found.seen, found.own_count, found.own_age), own.terms(found.items))
-        more = counted.own_or_next(own, found.items, history, found.items)
+        more = own_or_next(counted, own, found.items, history, found.items)
         assert np.array_equal(found.own_or_next, more)
         weights = (1.0, 2.0, 3.0, 4.0, 6.0, 5.0, 7.0, 8.0, 9.0)
         want: ScoreBlend = replace(counted, weights=dict(zip(WEIGHTS, weights, strict=True)))
