@@ -27,7 +27,7 @@ without the 100, by .008 with the sum itself; 30 and 300 in place of 100 give .0
 the last 20 events; over the last five .063).
 
 x is the baseline of own items (`OwnHistory`). A sum of logs cannot say what this log of a sum does:
-that the item either comes again or follows. Its weight is 0 where nobody has an item again.
+that the item either comes again or follows. Its weight is 0 in a log without repeats.
 
 pop is a term of its own because m contains popularity only through the probability that the
 successors leave over. For items with few events, popularity is most of what is known.

@@ -205,7 +205,7 @@ def with_own_or_next(
         targets: Next items of the validation.
     """
     fitted = fit_blend(blend, log, lists, targets, free=WEIGHTS)
-    if not fitted.weights[OWN_OR_NEXT]:  # nobody has an item again
+    if not fitted.weights[OWN_OR_NEXT]:  # no next item is a repeat
         return blend
     places = ndcg_of_lists(fitted, log, lists, targets) - ndcg_of_lists(blend, log, lists, targets)
     likelihood = list_likelihood(fitted, log, lists, targets) - list_likelihood(
