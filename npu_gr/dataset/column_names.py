@@ -8,7 +8,8 @@ NAMES: dict[str, tuple[str, str]] = {
     "user": (
         "userid user uid customerid customer customerno customernumber visitorid visitor "
         "memberid member accountid clientid client reviewerid buyerid subscriberid shopperid "
-        "profileid userpseudoid userkey useruuid personid distinctid "
+        "profileid userpseudoid userkey customerkey externaluserid kunnr "
+        "useruuid personid distinctid "
         "nutzer nutzerid kunde kundenid kundennummer kundennr benutzer benutzerid "
         "utilisateur idutilisateur idclient identifiantclient codeclient numeroclient "
         "usuario idusuario usuarioid cliente idcliente clienteid utente idutente utenteid "
@@ -16,13 +17,14 @@ NAMES: dict[str, tuple[str, str]] = {
         "用户 用户id 用户编号 会员 会员id 会员编号 客户 客户id 顾客id 买家id",
         "householdid householdkey anonymousid fullvisitorid cookieid deviceid sessionid session "
         "domainuserid username externalid "
-        "email useremail customeremail",
+        "email useremail customeremail emailbilling billingemail",
     ),
     "item": (
         "itemid item iid sku skuid productid product asin articleid article movieid contentid "
         "trackid songid videoid bookid isbn listingid offerid newsid postid adid documentid "
         "docid stockcode productcode productsku itemsku recipeid gameid filmid businessid "
-        "aid lineitemsku artikel artikelid artikelnummer artikelnr produkt produktid "
+        "aid lineitemsku matnr goodid goodsid "
+        "artikel artikelid artikelnummer artikelnr produkt produktid "
         "produktnummer produit idproduit produitid codeproduit referenceproduit idarticle "
         "producto idproducto productoid articulo idarticulo prodotto idprodotto prodottoid "
         "articolo produto idproduto produtoid 商品番号 商品コード アイテムid товар идтовара "
@@ -36,7 +38,8 @@ NAMES: dict[str, tuple[str, str]] = {
         "dateetheure fechahora fechayhora dataora dataeora datahora датаивремя "
         "日時 タイムスタンプ 購入日時 注文日時 时间 时间戳 行为时间 下单时间 点击时间",
         "date eventdate receivedat sentat updatedat invoicedate tdat orderdate purchasedate "
-        "reviewtime day datum bestelldatum dt tstamp collectortstamp derivedtstamp fecha "
+        "reviewtime transactiondt transactiondate orderdatekey erdat "
+        "day datum bestelldatum dt tstamp collectortstamp derivedtstamp fecha "
         "время дата 日期 日付",
     ),
     "event": (
@@ -59,6 +62,7 @@ NAMES: dict[str, tuple[str, str]] = {
         "label headline",
     ),
 }
+ALL_NAMES = frozenset(name for both in NAMES.values() for names in both for name in names.split())
 IS_A = {
     "user": "who did it",
     "item": "with which item",

@@ -21,6 +21,7 @@ from npu_gr.dataset.time_parts import MARK, find_hour, find_parts
 
 NONE = "none"  # as the name in an option: the log has no such column
 _INTEGER = r"^\s*[+-]?(\d+|\d(\.\d+)?[eE]\+\d+)\s*$"  # a tool may have rounded it
+_GOOGLE = r"^\d{5,10}\.1\d{9}$"  # a client of Google Analytics: a random number, and when it came
 _COMMA = r"^\s*[+-]?(\d+|\d{1,3}(\.\d{3})+),\d+\s*$|^\s*[+-]?\d{1,3}(\.\d{3})*\s*$"
 _JSON_LIST = r"^\s*\[.*\]\s*$"
 _OBJECT = r"^\s*\{"  # of JSON
@@ -93,6 +94,8 @@ def kind_of(array: Any) -> CellKind:
     if not is_text(array):
         return CellKind.TEXT
     texts = without_point(pc.drop_null(array))
+    if _share(texts, _GOOGLE) >= _MOST:
+        return CellKind.TEXT
     if _share(texts, _INTEGER) >= _MOST:
         return CellKind.INTEGER
     if _share(texts, NUMBER) >= _MOST:
@@ -394,7 +397,11 @@ def _named(name: str, columns: Mapping[str, Any], source: str, option: str) -> C
 
 
 def _candidates(role: str, kinds: Mapping[str, CellKind]) -> list[str]:
-    """Find the columns whose name and kind fit a role: by strong names, else by weak ones."""
+    """Find the columns whose name and kind fit a role: by strong names, else by weak ones.
+
+    A column without a cell is none if another one has cells.
+    """
+    empty: list[str] = []
     for names in NAMES[role]:
         known = set(names.split())
         found = [
@@ -402,9 +409,10 @@ def _candidates(role: str, kinds: Mapping[str, CellKind]) -> list[str]:
             for name, kind in kinds.items()
             if (_plain(name) in known or _with_owner(name) in known) and _fits(role, kind)
         ]
-        if found:  # an empty column is none if another one has cells
-            return [name for name in found if kinds[name] is not CellKind.EMPTY] or found
-    return []
+        if with_cells := [name for name in found if kinds[name] is not CellKind.EMPTY]:
+            return with_cells
+        empty = empty or found
+    return empty
 
 
 def _fits(role: str, kind: CellKind) -> bool:
@@ -442,9 +450,10 @@ def _plain(name: str) -> str:
 
 
 def _with_owner(name: str) -> str:
-    """Return the last two parts of a dotted name whose last part is "id": `customer.id`."""
+    """Return the last two parts of a dotted name such as `customer.id` and `event.name`."""
     owner, _, last = name.lower().rpartition(".")
-    return re.sub(r"[\W_]", "", owner.rpartition(".")[2] + last) if last == "id" else ""
+    is_of_owner = last in ("id", "name", "type")
+    return re.sub(r"[\W_]", "", owner.rpartition(".")[2] + last) if is_of_owner else ""
 
 
 def _share(texts: Any, pattern: str) -> float:

@@ -11,12 +11,22 @@ from pathlib import Path
 from typing import IO
 
 from npu_gr.core.errors import DataError
+from npu_gr.dataset.column_names import ALL_NAMES
 from npu_gr.dataset.lines import PACKED, read_chunks
 
 UNPACKED = (".xz", ".zip")
 UTF8 = "utf-8"
 WINDOWS = "windows-1252"
+CHINESE = "gb18030"  # GBK and GB2312 are parts of it
+GUESSED = {
+    WINDOWS: "Windows-1252, by its letters with accents",
+    CHINESE: "GB18030, by the name of a column",
+}
+_OF_EAST_ASIA = ("big5", "euc_kr", "euc_jp", "shift_jis")
 _SAMPLE_BYTES = 4 << 20
+_ASCII = bytes(range(128))
+_PAIRS = re.compile(rb"(?:[\x81-\xfe][\xa1-\xfe])+")
+_MOST_IN_PAIRS = 0.8  # share of the bytes that are no ASCII; accented letters stand alone
 # a letter with an accent next to an ASCII letter, as texts of European languages have them
 _ACCENTED = re.compile(
     rb"[A-Za-z][\xc0-\xd6\xd8-\xf6\xf8-\xfc]|[\xc0-\xd6\xd8-\xf6\xf8-\xfc][A-Za-z]"
@@ -27,15 +37,50 @@ _MULTIBYTE = re.compile(
 
 
 def guess(path: Path) -> str:
-    """Return WINDOWS if the first 4 MiB have its accented letters and none of UTF-8, else UTF8."""
+    """Guess the encoding of a text file by its first 4 MiB.
+
+    Returns:
+        WINDOWS if they have its accented letters and none of UTF-8; CHINESE if they are no UTF-8
+        and the first line has a name of a column in it; else UTF8.
+
+    Raises:
+        DataError: They are no UTF-8, and may be of several encodings of East Asia.
+    """
     sample = b""
     for chunk in read_chunks(path):
         sample += chunk
         if len(sample) >= _SAMPLE_BYTES:
             break
-    if sample.isascii() or _MULTIBYTE.search(sample):
+    if sample.isascii() or _decodes(sample, UTF8):
+        return UTF8
+    in_pairs = sum(map(len, _PAIRS.findall(sample)))
+    if in_pairs > _MOST_IN_PAIRS * len(sample.translate(None, _ASCII)):
+        if _decodes(sample, CHINESE) and _names_a_column(sample):
+            return CHINESE
+        if found := [name for name in (CHINESE, *_OF_EAST_ASIA) if _decodes(sample, name)]:
+            raise DataError(
+                f"{path}: not UTF-8, and its letters do not say which encoding it has; give "
+                f"{' or '.join(f'--encoding {name}' for name in found)}"
+            )
+    if _MULTIBYTE.search(sample):
         return UTF8
     return WINDOWS if _ACCENTED.search(sample) else UTF8
+
+
+def _decodes(sample: bytes, encoding: str) -> bool:
+    """Whether a file can begin with a sample, whose last letter may be cut."""
+    try:
+        codecs.getincrementaldecoder(encoding)().decode(sample)
+    except UnicodeError:
+        return False
+    return True
+
+
+def _names_a_column(sample: bytes) -> bool:
+    """Whether the first line has a Chinese name of a column."""
+    header = sample.split(b"\n", 1)[0].decode(CHINESE, errors="replace")
+    cells = {re.sub(r"\W", "", cell).lower() for cell in re.split("[,;\t|]", header)}
+    return any(not name.isascii() for name in ALL_NAMES & cells)
 
 
 def transcoded(path: Path, encoding: str, folder: Path) -> Path:

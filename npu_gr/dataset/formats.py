@@ -8,7 +8,7 @@ from pathlib import Path
 
 from npu_gr.core.errors import DataError
 from npu_gr.dataset.encodings import UNPACKED
-from npu_gr.dataset.line_sources import DELIMITERS
+from npu_gr.dataset.header import DELIMITERS
 from npu_gr.dataset.lines import PACKED, read_lines
 
 FORMATS = ("csv", "tsv", "parquet", "jsonl", "json", "atomic", "feather", "orc", "sqlite", "lists")

@@ -10,7 +10,6 @@ is its number in the file, and a broken line never affects its neighbours.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from npu_gr.dataset.cells import (
     text_sql,
 )
 from npu_gr.dataset.engine import LEAST_MB, PACKED_RATIO
+from npu_gr.dataset.header import find_header
 from npu_gr.dataset.lines import (
     PACKED,
     OnProgress,
@@ -37,7 +37,6 @@ from npu_gr.dataset.lines import (
     json_column,
     json_object,
     line_batches,
-    parse,
     read_lines,
     read_rows,
 )
@@ -47,7 +46,6 @@ SAMPLE_ROWS = 10_000  # from which columns and times are guessed
 SAMPLE_BYTES = 16 << 20  # of these rows; fewer rows, if they are longer
 LINE_BYTES = 1 << 20  # the longest line that DuckDB reads; Python reads longer ones
 MAX_COLUMNS = 1000  # of JSON objects, whose keys may be ids
-DELIMITERS = ",;\t|"
 _ATOMIC = re.compile(r"(.+):(token|token_seq|float|float_seq)")
 
 
@@ -178,31 +176,33 @@ class DelimitedSource(LineSource):
             DataError: a file is empty, its header names a column twice, or headers differ.
         """
         super().__init__(name, paths)
-        path, line = self.paths[0], _first_line(self.paths[0])
-        self._delimiter = delimiter or max(DELIMITERS, key=line.count)
-        cells = self._header(path, line)
+        path, header = self.paths[0], find_header(self.paths[0], delimiter)
+        self._delimiter, cells = header.delimiter, header.cells
         atomic = [_ATOMIC.fullmatch(cell) for cell in cells]
         self.types = (
             {found[1]: found[2] for found in atomic if found} if all(atomic) and not columns else {}
         )
         self._quote = "" if self.types else '"'
         self.columns = list(columns) or list(self.types) or cells
-        self.first_number = 1 if columns else 2
+        self.first_number = 1 if columns else header.number + 1
         if len(self.columns) != len(cells):
             names = ", ".join(self.columns)
             raise DataError(
-                f"{path}, line 1: {len(cells)} cells, but --columns has {len(self.columns)}: "
-                f"{names}"
+                f"{path}, line {header.number}: {len(cells)} cells, but --columns has "
+                f"{len(self.columns)}: {names}"
             )
-        reject_twice(self.columns, f"{path}, line 1")
+        hint = " (if the file has no header, name the columns with --columns a,b,...)"
+        reject_twice(self.columns, f"{path}, line {header.number}", "" if columns else hint)
         for other in self.paths[1:] if not columns else ():
-            if self._header(other, _first_line(other)) != cells:
+            if (found := find_header(other, self._delimiter)) != header:
                 raise DataError(
-                    f"{other}, line 1: the columns differ from those of {path}; prepare only logs "
-                    "with the same columns together"
+                    f"{other}, line {found.number}: the columns differ from those of {path}; "
+                    "prepare only logs with the same columns together"
                 )
         shown = "tabs" if self._delimiter == "\t" else repr(self._delimiter)
         self.format = "RecBole atomic file" if self.types else f"cells separated by {shown}"
+        if header.number > 1 and not columns:
+            self.format += f", their names in line {header.number}"
 
     def rows(self, path: Path) -> Iterator[ParsedRow]:
         """Parse a file row by row."""
@@ -211,14 +211,6 @@ class DelimitedSource(LineSource):
     def kinds(self, columns: Sequence[str]) -> list[str]:
         """Return VARCHAR for every column."""
         return ["VARCHAR"] * len(columns)
-
-    def _header(self, path: Path, line: str) -> list[str]:
-        try:
-            return [cell.strip() for cell in parse(line, self._delimiter, '"')]
-        except csv.Error as error:
-            raise DataError(
-                f"{path}, line 1: {error}; the first line must name the columns"
-            ) from error
 
     def _read_sample(self) -> dict[str, Any]:
         rows = chain.from_iterable(map(self.rows, self.paths))
@@ -321,24 +313,13 @@ class JsonLinesSource(LineSource):
         return mended_json(unsure, columns)
 
 
-def _first_line(path: Path) -> str:
-    first = next(read_lines(path), None)
-    if first is None:
-        raise DataError(f"{path}: the file is empty")
-    try:
-        line = first[0].decode()
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}, line 1: not UTF-8; convert the file with iconv") from error
-    if not line.strip():
-        raise DataError(f"{path}: the first line is empty; it must name the columns")
-    return line
-
-
-def reject_twice(names: Sequence[str], where: str) -> None:
-    """Raise DataError if two columns have the same name."""
+def reject_twice(names: Sequence[str], where: str, hint: str = "") -> None:
+    """Raise DataError if two columns have the same name; the message ends with the hint."""
     for name, count in Counter(names).items():
         if count > 1:
-            raise DataError(f"{where}: two columns are named {quoted(name)}; rename one of them")
+            raise DataError(
+                f"{where}: two columns are named {quoted(name)}; rename one of them{hint}"
+            )
 
 
 def file_sql(path: Path) -> str:

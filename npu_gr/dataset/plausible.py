@@ -19,6 +19,7 @@ _SPAN_S = 3600
 _MIN_USERS = 10
 _MOST_OF_ONE = 0.2  # share of the rows of one user
 _MOST_UNNAMED = 0.02  # and of a user whose name says that it is not known
+_MOST_WITHOUT_USER = 0.05  # share of the rows
 _UNNAMED = frozenset(("0", "-1", "-", "na", "n/a", "unknown", "guest", "anonymous", "undefined"))
 _LISTED = re.compile(r"[^\s|;,]+([|;,][^\s|;,]+)+$")
 _MARKS = re.compile(r"[|;,]")
@@ -76,7 +77,8 @@ def findings(
             )
     user, num_own, num_all = busiest
     most = _MOST_UNNAMED if user.casefold() in _UNNAMED else _MOST_OF_ONE
-    if num_own >= MIN_EVENTS // 5 and num_own > most * num_all and manifest["users"] >= _MIN_USERS:
+    is_one_of_many = manifest["users"] >= _MIN_USERS or user.casefold() in _UNNAMED
+    if num_own >= MIN_EVENTS // 5 and num_own > most * num_all and is_one_of_many:
         column = manifest["columns"]["user"]["name"]
         yield (
             f"WARNING: the user {quoted(user)} has {num_own:,} of {num_all:,} rows; if this stands "
@@ -101,6 +103,13 @@ def findings(
         yield (
             f"WARNING: {no_user:,} rows without {quoted(column)} cannot be used; --user "
             f"{column},{rivals[0]} names their users by {quoted(rivals[0])}"
+        )
+    elif no_user > _MOST_WITHOUT_USER * (no_user + num_all):
+        column = manifest["columns"]["user"]["name"]
+        yield (
+            f"WARNING: {no_user:,} rows without {quoted(column)} cannot be used; if only the first "
+            "line of an order names its customer, as in Shopify's export, copy the name to the "
+            "lines below"
         )
     lists = [name for name in items[:_MOST_NAMES] if _LISTED.match(name)]
     parts = [part for name in lists for part in _MARKS.split(name)]

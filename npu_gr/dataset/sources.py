@@ -27,7 +27,7 @@ from npu_gr.dataset.converted import (
     json_texts,
     parsed_lines,
 )
-from npu_gr.dataset.encodings import UNPACKED, UTF8, guess, transcoded, unpacked
+from npu_gr.dataset.encodings import GUESSED, UNPACKED, UTF8, guess, transcoded, unpacked
 from npu_gr.dataset.engine import duckdb_errors, in_memory
 from npu_gr.dataset.formats import format_of, paths_of
 from npu_gr.dataset.line_sources import (
@@ -297,9 +297,10 @@ def _opened(
     source = _of_text(name, paths, kind, columns, scratch)
     if not encoding and (num := sum(of != UTF8 for of in encodings)):
         which = name if num == len(paths) else f"{num} of the files of {name}"
+        how = " and ".join(sorted({GUESSED[of] for of in encodings if of != UTF8}))
         source.notes.append(
-            f"{which} is read as Windows-1252, by its letters with accents; --encoding NAME names "
-            "another one, --encoding utf-8 rejects these rows"
+            f"{which} is read as {how}; --encoding NAME names another one, --encoding utf-8 "
+            "rejects these rows"
         )
     return source
 

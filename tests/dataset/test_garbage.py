@@ -237,6 +237,7 @@ def test_the_file_of_rejected_rows_is_bounded(
     [
         ("x.csv", b"", "x.csv: the file is empty"),
         ("x.csv", b"\n" + HEAD, "the first line is empty"),
+        ("x.csv", b"sep=;\n\n" + HEAD, "line 2 is empty"),
         ("x.csv", HEAD, "no row follows the first line"),
         ("x.csv", HEAD + b"a\n", "no row has the 4 cells of the first line.*--columns"),
         (

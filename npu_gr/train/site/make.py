@@ -458,7 +458,7 @@ def _without_choice(
         sources={best: sources[best]},
         order="retrieval",
         words=(*usual.words, words),
-        verdict=verdict,
+        verdict=verdict_of_ranker(test, best),
     )
 
 

@@ -119,26 +119,33 @@ def verdict_of(
     return _compared(places[mine], test, theirs, what)
 
 
-def verdict_of_ranker(test: NextItemTest) -> SiteVerdict:
-    """Compare the ranker with the strongest baseline, where too few users choose a cascade."""
+def verdict_of_ranker(test: NextItemTest, served: str = "") -> SiteVerdict:
+    """Compare the ranker with the strongest baseline, where too few users choose a cascade.
+
+    Args:
+        test: Ranks of the ranker and of the baselines.
+        served: Source that is served alone, because the ranker is not better; empty = the ranker.
+    """
     rows = np.arange(len(test.users))
     if len(rows) < LEAST_USERS or len(test.ranks) < 2:
         return verdict_of([], np.empty(0), test)
-    return _compared(test.ranks[RANKER], test, rows, "the ranker")
+    return _compared(test.ranks[RANKER], test, rows, "the ranker", served)
 
 
-def _compared(ours: F64, test: NextItemTest, rows: I64, what: str) -> SiteVerdict:
+def _compared(ours: F64, test: NextItemTest, rows: I64, what: str, served: str = "") -> SiteVerdict:
     name = test.strongest(rows)
     theirs = test.ranks[name][rows]
     gap = difference_of_users(ndcg_of_each(ours, TOP), ndcg_of_each(theirs, TOP))
     by_hit = difference_of_users(hits(ours, TOP), hits(theirs, TOP))
     few = len(ours) < FEW_USERS
+    instead = f"serve {served} alone, as configured" if served else "do not serve this"
     words = (
         f"serve this{' for now' * few}: {what} is better than {name}, the strongest baseline"
         if gap.low > 0
-        else f"do not serve this: {name} is better than {what}"
+        else f"{instead}: {name} is better than {what}"
         if gap.high < 0
-        else f"{what} is not shown to be better than {name}, the strongest baseline"
+        else f"{instead}: " * bool(served)
+        + f"{what} is not shown to be better than {name}, the strongest baseline"
     )
     return SiteVerdict(
         text=f"Verdict: {words}. HR@{TOP} {hit_ratio(ours, TOP):.3f} against "

@@ -123,8 +123,9 @@ def test_without_a_choice_the_ranker_is_served_only_if_it_beats_every_baseline(
     sources = {"shared_encoder": 200, "transitions": 100, "neighbours": 90}
     usual = SiteCascade(sources={"shared_encoder": 200}, order="blended")
     cascade = _without_choice(usual, sources, test)  # type: ignore[arg-type]
-    assert cascade.verdict == verdict_of_ranker(test)
+    assert cascade.verdict == verdict_of_ranker(test, source)
     if source:
+        assert cascade.verdict.text.startswith("Verdict: serve neighbours alone, as configured: ")
         assert (cascade.sources, cascade.order) == ({source: 90}, "retrieval")
         assert "no model is shown to beat the baselines" in cascade.words[0]
     else:
