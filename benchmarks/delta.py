@@ -4,7 +4,8 @@ A real server process with the shipped configuration, ranks over HTTP at a share
 and a delta of popular items' rows every period. Runs with deltas and without take turns. Two arms:
 `exact`, as shipped, and `stale`, with `relay.max_stale_s` of one period. `shadow` has a shadow in
 the place of deltas (`benchmarks/delta_shadow.py`); `day` is about what deltas bring
-(`benchmarks/delta_day.py`).
+(`benchmarks/delta_day.py`), `fleet` about how soon all instances serve one
+(`benchmarks/delta_fleet.py`).
 
 Before anything is timed the scores are compared with the reference model's, and at the end with
 those of a process that starts on the weights of the last delta.
@@ -29,7 +30,7 @@ import click
 import numpy as np
 import torch
 
-from benchmarks import delta_day, delta_shadow
+from benchmarks import delta_day, delta_fleet, delta_shadow
 from benchmarks.frame import (
     COUNT,
     SEED,
@@ -61,7 +62,7 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint, read_weights, save
 from tests.ports import free_port
 
-ARMS = ("exact", "stale", "shadow", "day")
+ARMS = ("exact", "stale", "shadow", "fleet", "day")
 OPTIONS = (
     SHIPPED_CONFIG,
     option("--items", default=200_000, type=click.IntRange(100), help="Items of the ranker."),
@@ -281,7 +282,9 @@ def lines(
             stream.next(stream.popular())
         stream.next(np.arange(min(BIG_ROWS, items)))
         about = f"{users} users of {tokens}, {changed:.2%} of {items} rows every {period:g} s"
-        for arm in parts:
+        if "fleet" in parts:
+            yield from delta_fleet.lines(stream, config)
+        for arm in [part for part in parts if part != "fleet"]:
             admin_port = free_port()
             own = [f"server.admin_port={admin_port}", *overrides]
             if arm == "stale":

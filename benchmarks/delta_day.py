@@ -120,7 +120,9 @@ def replayed(day: Day, checkpoint: Path, deltas: Sequence[Path], folder: Path, n
     events_of = {int(user): np.flatnonzero(log.users == user) for user in np.unique(log.users)}
     admin_port = free_port()
     hours, hits = day.hours(), np.zeros(len(day.asked))
-    process = instance(f"day {name}", checkpoint, folder, [f"server.admin_port={admin_port}"])
+    # of its own: the arms have one checkpoint
+    own = [f"server.admin_port={admin_port}", f"models.deltas_from={folder / f'{name}.deltas'}"]
+    process = instance(f"day {name}", checkpoint, folder, own)
     with running(name, process) as server:
         for hour in range(HOURS):
             for row in np.flatnonzero(hours == hour).tolist():

@@ -5,6 +5,7 @@
     prepare     a log in parts by user, each prepared and all merged, against one run
     ray         the same log prepared on a local Ray of one and of two workers; skipped without Ray
     ranks       steps a second of each training on one and on two ranks of torch.distributed
+    log         memory of a training by its log's events, as arrays and in mapped files
     store       appends to the histories on a Redis Cluster of three, against one Redis
 
 All is measured in CPU time, except on Ray, on ranks and for the store: there other processes share
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import fleet_ranks
+from benchmarks import fleet_log, fleet_ranks
 from benchmarks.frame import COUNT, SEED, Line, compared, only, option, tell
 from benchmarks.prepare import LOG
 from npu_gr.core.errors import DataError
@@ -42,7 +43,7 @@ from npu_gr.route.placement import Member, Ring
 from tests.history_store.redis_cluster import address, cluster
 from tests.history_store.redis_server import redis_path
 
-PARTS = ("placement", "prepare", "ray", "ranks", "store")
+PARTS = ("placement", "prepare", "ray", "ranks", "log", "store")
 OPTIONS = (
     option("--users", "num_users", default=1_000_000, type=COUNT, help="Users who are placed."),
     option("--rows", "num_rows", default=2_000_000, type=COUNT, help="Rows of the log."),
@@ -87,6 +88,8 @@ def lines(
             yield from _on_ray(Path(name), num_rows, num_parts, seed)
         if "ranks" in parts:
             yield from fleet_ranks.lines(num_events, num_steps, seed)
+        if "log" in parts:
+            yield from fleet_log.lines(Path(name), num_events, seed)
         if "store" in parts:
             yield from asyncio.run(_stored(Path(name), seconds))
 

@@ -73,6 +73,7 @@ def tiny_order(num_items: int = 300, seed: int = 0) -> ScoreBlend:
             "seen": -6.0,
             "own_count": 2.0,
             "own_age": -0.5,
+            "own_or_next": 0.1,
         },
         successors=np.stack(chosen).astype(np.int32),
         log_prob=np.log(random.dirichlet(np.ones(9), num_items)[:, :8]).astype(np.float32),

@@ -6,6 +6,7 @@ import ast
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,10 @@ from npu_gr.core.errors import ConfigError, NpuGrError
 if TYPE_CHECKING:
     import msgspec
 
+    from npu_gr.history_store.interactions import Interactions
     from npu_gr.train.generate.train import GenerateOptions
     from npu_gr.train.rank.options import TrainOptions
+    from npu_gr.train.stored_log import StoredLog
 
     Presets = Mapping[str, msgspec.Struct]
 
@@ -283,10 +286,11 @@ def train_rank(
     from rich.console import Console
 
     from npu_gr.core.settings import override
+    from npu_gr.dataset import read_log
     from npu_gr.train.data import build_log
     from npu_gr.train.distributed import joined
     from npu_gr.train.generate.codes import read_codes
-    from npu_gr.train.options import example, next_command, read_training_data
+    from npu_gr.train.options import example, next_command, read_items
     from npu_gr.train.rank.train import RankerCodes, publish
     from npu_gr.train.rank.train import train_rank as work
     from npu_gr.train.resume import NO_STATES, kept_states
@@ -304,30 +308,37 @@ def train_rank(
         return
     if since is not None or deltas or only_items:
         raise click.UsageError("--since, --deltas and --only-items belong to --continue")
-    data = read_training_data(
-        log, value_column=value_column, items=items, columns=list(item_features)
-    )
-    log_of_items = build_log(data.interactions, data.features, options.split)
-    given = None
-    if codes is not None:
-        read = read_codes(codes, log_of_items.item_ids, log_of_items.item_key)
-        given = RankerCodes(read, read)
-    with joined() as ranks:
+    features, names = read_items(log, items, list(item_features))
+    with joined() as ranks, ExitStack() as files:
         console = Console(quiet=not ranks.is_first)
+        on_disk = None
+        if log.is_dir():
+            from npu_gr.train.store_events import stored
+
+            folder = out / f".events-{ranks.rank}"
+            on_disk = files.enter_context(stored(log, features, options.memory_events, folder))
+        if on_disk is not None:
+            data: Interactions | StoredLog = on_disk
+            some = on_disk.sample(on_disk.split(options.split), options.seed)[0]
+        else:
+            data = read_log(log, value_column=value_column)
+            some = build_log(data, features, options.split)
+        given = None
+        if codes is not None:
+            read = read_codes(codes, some.item_ids, some.item_key)
+            given = RankerCodes(read, read)
         states = NO_STATES
         if ranks.is_first:
-            states = kept_states(out, data.interactions, data.features, codes)
+            states = kept_states(out, data, features, codes)
         with training_progress(console) as show:
-            checkpoint, evaluation = work(
-                data.interactions, data.features, options, show, codes=given, states=states
-            )
+            checkpoint, evaluation = work(data, features, options, show, codes=given, states=states)
     if not ranks.is_first:
         return
     states.remove()
     console.print(evaluation.table())
     click.echo(evaluation.text())
-    click.echo(f"wrote checkpoint {publish(checkpoint, data.names, out)} to {out}")
-    found = example(log_of_items, data.names)
+    click.echo(f"wrote checkpoint {publish(checkpoint, names, out)} to {out}")
+    found = example(some, names)
     body = {"user_id": "me", "candidates": found.others, "history": found.history}
     click.echo(next_command(out, "/v1/rank", body))
 

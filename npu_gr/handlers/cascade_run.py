@@ -90,7 +90,9 @@ from npu_gr.handlers.sources import (
     from_shared_encoder,
 )
 from npu_gr.metrics.registry import Metrics
+from npu_gr.model.blend import OWN_OR_NEXT, own_or_next
 from npu_gr.model.history_tokenizer import UNKNOWN, Tokens
+from npu_gr.model.own_items import OwnItems
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,6 +475,10 @@ class CascadeRun:
         own = None
         if self._parts.hook or not self._exclude_seen:  # else no item was seen
             own = fitted.order.own(self._history.all_items, items)
+        if weight := fitted.order.weights[OWN_OR_NEXT]:
+            had = OwnItems.of(self._history.all_items)
+            more = own_or_next(fitted.order, had, items, self._tokens.rows, rows)
+            own = np.float32(weight) * more + (0 if own is None else own)
         return fitted(
             self._tokens.rows, rows, ranked.retrieval, ranked.scores[fitted.order.task], own
         )

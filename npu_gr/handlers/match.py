@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,10 +29,11 @@ from npu_gr.core.request import LimitedBy, MatchAnswer, MatchRequest
 from npu_gr.core.served import VectorsInfo
 from npu_gr.core.text_format import quoted
 from npu_gr.engine.queue import NOTHING, Demand, JobResult
-from npu_gr.engine.scheduler import Scheduler
+from npu_gr.engine.scheduler import Scheduler, is_idle
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.histories import Histories
 from npu_gr.handlers.item_filters import ItemFilters
+from npu_gr.handlers.match_recall import RecallChecks
 from npu_gr.handlers.scored_items import Before, accept_any
 from npu_gr.metrics.registry import Metrics
 from npu_gr.vector_search.config import MatchConfig
@@ -192,6 +194,7 @@ class MatchJob:
         self._scheduler = scheduler
         self._metrics = metrics
         self._objective_s = objective_s
+        self._checks = RecallChecks(partial(is_idle, scheduler), metrics.match.checked)
         self._estimate_s = 0.0  # device seconds of one match, smoothed
 
     async def start(self) -> None:
@@ -261,6 +264,7 @@ class MatchJob:
             config.max_history_events,
         )
         done = await self._search(version, query, call)
+        self._checks.offer(matcher, query, done.value)
         limited_by = LimitedBy.NONE
         if (num_found := len(done.value.items)) < request.num_items:
             num_items = len(vectors.item_ids)
@@ -297,4 +301,5 @@ class MatchJob:
         return done
 
     async def stop(self) -> None:
-        """Do nothing, since passes belong to the scheduler."""
+        """End a check of the index; passes belong to the scheduler."""
+        await self._checks.stop()

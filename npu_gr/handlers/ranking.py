@@ -309,6 +309,7 @@ class Ranking:
         began_at = time.monotonic()
         rejects = (request.unknown_items or self._config.unknown_items) == "reject"
         rows, known = self._candidates(request.candidates, rejects)
+        self.engine.weights.expect(rows)  # while the request waits for its lease and its pass
         shown_at = int(time.time()) if request.timestamp is None else request.timestamp
         late = self.late.of_rank(request, tokens, rows, known, shown_at)
         taken: AbstractAsyncContextManager[Lease] = (

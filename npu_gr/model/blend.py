@@ -1,6 +1,6 @@
 """Score blending: the fitted weighted sum by which a cascade orders retrieved items.
 
-    s(i) = a l(i) + b r(i) + c m(i) + f n(i) + p pop(i) + e seen(i) + g often(i) + h age(i)
+    s(i) = a l(i) + b r(i) + c m(i) + f n(i) + p pop(i) + e seen(i) + g often(i) + h age(i) + o x(i)
 
     l      retrieval score of the shared encoder: u . e_i
     r      logit of the task named `task`
@@ -13,6 +13,7 @@
     seen   1 if the item is in the history
     often  log of how much the user had the item lately; 0 if never (`OwnItems`)
     age    log of 1 + the number of events since the user last had the item; 0 if never
+    x      log of (how much the user had the item lately + .3 P(i | last event))
 
 The weights are fitted by likelihood on the validation events. Each item stores its most probable
 successors; the remaining probability is shared by all other items, in proportion to their
@@ -25,6 +26,9 @@ Beauty the likelihood rises by .061 nats an event with this n, by .050 without t
 without the 100, by .008 with the sum itself; 30 and 300 in place of 100 give .053 and .062 (over
 the last 20 events; over the last five .063).
 
+x is the baseline of own items (`OwnHistory`). A sum of logs cannot say what this log of a sum does:
+that the item either comes again or follows. Its weight is 0 in a log without repeats.
+
 pop is a term of its own because m contains popularity only through the probability that the
 successors leave over. For items with few events, popularity is most of what is known.
 
@@ -33,8 +37,8 @@ the other candidates, so they do not change its place. In a history a new item h
 as successors, and no neighbours.
 
 A blend is the file `order.safetensors` in the checkpoint's folder, and optional. A file of format 1
-has no neighbours; a weight of the popularity, often or age that a file lacks is 0. Scale 10 means
-sum mode, scale 0 linear mode.
+has no neighbours; a weight of the popularity, often, age or x that a file lacks is 0. Scale 10
+means sum mode, scale 0 linear mode.
 
 `ScoreBlend` defines each term. `BlendSum` computes the sum of a request's candidates with a kernel
 of the host where the backend has one, otherwise (or to compare) term by term in numpy.
@@ -64,15 +68,20 @@ from npu_gr.model.own_items import OwnItems
 FILE = "order.safetensors"
 # e, g, h: of items that are in the history
 OWN_WEIGHTS = ("seen", "own_count", "own_age")
-# a, b, c, f, p, e, g, h
-WEIGHTS = ("retrieval", "click", "transitions", "neighbours", "popularity", *OWN_WEIGHTS)
+OWN_OR_NEXT = "own_or_next"  # o
+# a, b, c, f, p, e, g, h, o
+WEIGHTS = (
+    *("retrieval", "click", "transitions", "neighbours", "popularity"),
+    *(*OWN_WEIGHTS, OWN_OR_NEXT),
+)
 # weights that older files lack, and that are not written if they are 0, so older versions read them
-_NEWER = ("popularity", "own_count", "own_age")
+_NEWER = ("popularity", "own_count", "own_age", OWN_OR_NEXT)
 MAX_SUCCESSORS = 100  # of an item
 # factor of an event's weight per newer event, and of a pair's count per event between the two
 DECAY = 0.6
 LAST_EVENTS = 5  # events of a history that are read; largest distance of a counted pair
 PRIOR = 10.0  # pseudo-count of the popularity, in transitions
+FOLLOWING = 0.3  # weight of what follows the last item, next to a user's own events
 SCALE = 100.0  # factor of a mean similarity
 SUM_SCALE = 10.0  # factor of a sum of similarities
 LINEAR = 0.0  # the scale that stands for linear mode
@@ -341,6 +350,20 @@ class ScoreBlend:
         total: F32 = a * retrieval + b * click + c * transitions + own
         total += f * neighbours + p * popularity
         return total
+
+
+def own_or_next(blend: ScoreBlend, own: OwnItems, candidates: I64, last: I64, rows: I64) -> F32:
+    """Compute x: the log of how much the user had each candidate, plus that it follows.
+
+    Args:
+        blend: Blend with the transitions.
+        own: The user's items.
+        candidates: int64 [c] items, numbered as those of `own`.
+        last: int64 [n] item rows of the history, of which the last is read.
+        rows: int64 [c] item rows of the candidates.
+    """
+    follows = np.exp(blend.transitions(last[-1:], rows).astype(np.float64))
+    return np.log(own.weights_of(candidates) + FOLLOWING * follows).astype(np.float32)
 
 
 def save_blend(blend: ScoreBlend, folder: Path) -> None:

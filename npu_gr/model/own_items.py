@@ -48,7 +48,18 @@ class OwnItems(NamedTuple):
         """
         if not len(self.items):
             return tuple(np.zeros((3, len(candidates)), np.float32))  # type: ignore[return-value]
-        place = np.searchsorted(self.items, candidates).clip(max=len(self.items) - 1)
-        seen = (self.items[place] == candidates).astype(np.float32)
+        place, is_own = self._places(candidates)
+        seen = is_own.astype(np.float32)
         count = seen * np.log(self.weights)[place].astype(np.float32)
         return seen, count, seen * np.log1p(self.ages)[place].astype(np.float32)
+
+    def weights_of(self, candidates: I64) -> npt.NDArray[np.float64]:
+        """Look up the weights of candidates, float64 [c]; 0 of those that the user never had."""
+        if not len(self.items):
+            return np.zeros(len(candidates))
+        place, is_own = self._places(candidates)
+        return np.where(is_own, self.weights[place], 0.0)
+
+    def _places(self, candidates: I64) -> tuple[I64, npt.NDArray[np.bool_]]:
+        place = np.searchsorted(self.items, candidates).clip(max=len(self.items) - 1)
+        return place, self.items[place] == candidates

@@ -301,7 +301,7 @@ def _vectors(section: MatchConfig) -> Iterator[Opened]:
         return f"{section.vectors}: version {found.version}, {len(found.item_ids)} items"
 
     yield _tried("match.vectors", folder)
-    if section.index == "hnsw":
+    if section.index == "ivf":
         yield from _extra("match.index", "faiss", "faiss")
 
 

@@ -17,6 +17,7 @@ import torch
 from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.feature_schema.factors import NUM_FACTORS, PENALTY, expected, solve_each
+from npu_gr.model.blend import FOLLOWING
 from npu_gr.model.own_items import OwnItems
 from npu_gr.train.data import InteractionLog, Split
 from npu_gr.train.evaluate import Evaluator, Graph, HeldOut, unique_edges
@@ -37,7 +38,6 @@ from npu_gr.train.next_item import MANY_REPEATS, Baseline, sample_targets
 LAGS = 5  # longest distance of a transition in events, and the number of last events that are read
 DECAY = 0.6  # factor of a transition's weight per event in between, of an event's per newer event
 PRIOR = 10.0  # pseudo-count of transitions by popularity
-FOLLOWING = 0.3  # weight of what follows the last item, next to a user's own events
 
 
 class Popularity:

@@ -18,7 +18,7 @@ NDCG@10):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, overload
 
@@ -41,6 +41,7 @@ from npu_gr.train.metrics import F64
 
 Bools = npt.NDArray[np.bool_]
 Split = Literal["user-time", "time", "leave-one-out"]
+BLOCK_EVENTS = 1 << 22  # that are in memory at a time where a pass reads a whole log
 TEST_RATIO = 0.2  # share of the events that the two time splits keep for the test
 TESTED: dict[Split, str] = {
     "user-time": "the newest fifth of each user's events",
@@ -228,6 +229,31 @@ def number_log(interactions: Interactions, ids: I64) -> InteractionLog:
     return log
 
 
+def blocks_of_users(log: InteractionLog, block_events: int) -> Iterator[slice]:
+    """Cut the users into runs of about so many events each, at least one user."""
+    first = 0
+    while first < log.num_users:
+        most = int(np.searchsorted(log.starts, log.starts[first] + block_events, "right")) - 1
+        until = min(max(first + 1, most), log.num_users)
+        yield slice(first, until)
+        first = until
+
+
+def count_trained(log: InteractionLog, column: I64, most: int) -> I64:
+    """Count the trained events by a column, [n] values in 0 .. most - 1: int64 [most].
+
+    A block of the events is in memory at a time.
+    """
+    total = np.zeros(most, np.int64)
+    for users in blocks_of_users(log, BLOCK_EVENTS):
+        starts = log.starts[users.start : users.stop + 1]
+        sizes = np.diff(starts)
+        place = np.arange(starts[0], starts[-1]) - np.repeat(starts[:-1], sizes)
+        is_trained = place < np.repeat(log.num_trained[users], sizes)
+        total += np.bincount(column[starts[0] : starts[-1]][is_trained], minlength=most)
+    return total
+
+
 def to_train_on(users: npt.NDArray[np.integer], times: I64, split: Split) -> Bools:
     """Decide which events a split trains on, bool [n].
 
@@ -328,24 +354,34 @@ class Batch:
         return self.valid if self.counted is None else self.counted
 
 
-def windows(log: InteractionLog, window_tokens: int, random: np.random.Generator) -> I64:
+def windows(
+    log: InteractionLog, window_tokens: int, random: np.random.Generator, only: I64 | None = None
+) -> I64:
     """Cut the trained events of each user into windows of at most `window_tokens` events.
 
     The length of a user's first window is random, so every epoch cuts at other places.
 
+    Args:
+        log: Log to cut.
+        window_tokens: Most events of a window.
+        random: Generator of the first windows' lengths.
+        only: int64 [users] the users to cut, each once; None = all.
+
     Returns:
         int64 [windows, 2]: a `Window` in each row.
     """
-    trained = log.num_trained
-    first = np.full(log.num_users, window_tokens)
+    starts, trained = log.starts[:-1], log.num_trained
+    if only is not None:
+        starts, trained = starts[only], trained[only]
+    first = np.full(len(trained), window_tokens)
     is_cut = trained > window_tokens
     first[is_cut] = random.integers(1, window_tokens + 1, int(is_cut.sum()))
     counts = (trained > 0) + -(-np.maximum(trained - first, 0) // window_tokens)
-    users = np.repeat(np.arange(log.num_users), counts)
+    users = np.repeat(np.arange(len(trained)), counts)
     place = np.arange(len(users)) - np.repeat(np.cumsum(counts) - counts, counts)
     ends = np.minimum(first[users] + place * window_tokens, trained[users])
     begins = np.where(place == 0, 0, first[users] + (place - 1) * window_tokens)
-    return np.stack([log.starts[users] + begins, ends - begins], axis=1)
+    return np.stack([starts[users] + begins, ends - begins], axis=1)
 
 
 class Batches(Sequence[Batch]):

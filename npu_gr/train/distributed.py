@@ -201,7 +201,8 @@ class Ranks:
 
 def rows_of(batch: Batch, rank: int, size: int) -> Batch:
     """Take every `size`-th window; a batch is sorted by length, so the parts are alike."""
-    parts = {one.name: getattr(batch, one.name)[rank::size].contiguous() for one in fields(batch)}
+    found = ((one.name, getattr(batch, one.name)) for one in fields(batch))
+    parts = {name: whole[rank::size].contiguous() for name, whole in found if whole is not None}
     return replace(batch, **parts)
 
 

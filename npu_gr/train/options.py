@@ -117,11 +117,16 @@ def read_training_data(
         DataError: the log or the items file cannot be read.
         ConfigError: the dataset has no such feature, or `items` is given with a dataset.
     """
-    interactions = read_log(log, value_column=value_column)
+    features, names = read_items(log, items, columns)
+    return TrainingData(read_log(log, value_column=value_column), features, names)
+
+
+def read_items(
+    log: Path, items: Path | None, columns: Sequence[str]
+) -> tuple[list[ItemValues], ItemNames]:
+    """Read the features and names of items; arguments and errors as `read_training_data`."""
     if not log.is_dir():
-        return TrainingData(
-            interactions, read_item_features(items, columns) if items else [], EMPTY
-        )
+        return read_item_features(items, columns) if items else [], EMPTY
     if items is not None:
         raise ConfigError(
             f"--items: the dataset {log} has its own items; to use another items file, run npu-gr "
@@ -135,7 +140,7 @@ def read_training_data(
         raise ConfigError(
             f"--item-features: {log} has no {missing[0]!r}; there are {', '.join(found) or 'none'}"
         )
-    return TrainingData(interactions, [found[name] for name in columns or found], dataset.names)
+    return [found[name] for name in columns or found], dataset.names
 
 
 CONFIGURATION = "serve.yaml"

@@ -23,6 +23,7 @@ import xxhash
 from npu_gr import __version__
 from npu_gr.core.errors import DataError
 from npu_gr.history_store.interactions import Interactions, ItemValues
+from npu_gr.train.stored_log import StoredLog
 
 STATES = ".states"  # subfolder of the folder that a command trains a single model into
 EVERY_S = 30.0
@@ -126,7 +127,7 @@ NO_STATES = TrainingStates()
 
 
 def kept_states(
-    folder: Path, log: Interactions, features: Sequence[ItemValues], codes: Path | None
+    folder: Path, log: Interactions | StoredLog, features: Sequence[ItemValues], codes: Path | None
 ) -> TrainingStates:
     """Name the states of a command that trains a single model.
 
@@ -138,9 +139,12 @@ def kept_states(
     """
     columns = [f"{one.name} {one.values} {sorted(one.of_item.items())}" for one in features]
     given = codes.read_bytes().hex() if codes is not None and codes.is_file() else ""
-    arrays = (log.users, log.items, log.values, log.timestamps)
-    digest = digest_of(*arrays, "\n".join([*log.user_names, *log.action_names]), *columns, given)
-    return TrainingStates(folder / STATES, digest)
+    if isinstance(log, StoredLog):
+        parts: tuple[str | np.ndarray[Any, Any], ...] = (log.made_from, str(log.most_events))
+    else:
+        names = "\n".join([*log.user_names, *log.action_names])
+        parts = (log.users, log.items, log.values, log.timestamps, names)
+    return TrainingStates(folder / STATES, digest_of(*parts, *columns, given))
 
 
 def digest_of(*parts: str | np.ndarray[Any, Any]) -> str:

@@ -8,7 +8,7 @@ import msgspec
 
 from npu_gr.core.settings import Count
 
-IndexName = Literal["exact", "hnsw"]
+IndexName = Literal["exact", "ivf"]
 
 
 class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,7 +16,7 @@ class MatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     # folder with manifest.json and vectors.safetensors, written by `npu-gr train match`
     vectors: str
-    index: IndexName = "exact"  # hnsw: approximate, for catalogues of many millions
+    index: IndexName = "exact"  # ivf: approximate, for many millions of items
     max_items: Count = 1000  # most items of a request
     max_batch_requests: Count = 64  # most requests in one pass over the items
     # default of requests: exclude items of the history and of the training data

@@ -13,122 +13,39 @@ that are too large for an exact pass.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from npu_gr.backend.base import Backend
-from npu_gr.backend.best_items import Best, Hidden
+from npu_gr.backend.best_items import Hidden
 from npu_gr.core.arrays import F32, I64
-from npu_gr.core.errors import ConfigError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Basis
 from npu_gr.vector_search.config import IndexName
 from npu_gr.vector_search.fold import NO_ITEMS, rows_of
+from npu_gr.vector_search.index import ExactIndex, ExactSteps, Index
+from npu_gr.vector_search.ivf import IvfIndex
 from npu_gr.vector_search.vectors import Vectors
 
-# Parameters of the HNSW graph. Larger ones give a better recall, and take longer.
-HNSW_LINKS = 32  # neighbours of each item in the graph (M)
-HNSW_BUILD = 80  # candidates during construction (efConstruction)
-HNSW_SEARCH = 256  # least number of candidates during a search (efSearch)
 
-
-class Index(Protocol):
-    """Finds items by inner product. Immutable."""
-
-    def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
-        """Find the best items of each query.
-
-        Args:
-            queries: float32 [B, d], on the host.
-            k: Number of items to find for each query, 1 or more, also more than there are.
-            hidden: (query, item) pairs that must not be found; None = no such pair.
-
-        Returns:
-            Scores and item rows [B, k] on the host, best first. A query with fewer items ends in
-            -inf and -1.
-        """
-        ...
-
-
-class ExactIndex:
-    """Exact search, which scores every item."""
-
-    def __init__(self, items: F32, backend: Backend) -> None:
-        self._backend = backend
-        self._items = torch.from_numpy(np.ascontiguousarray(items)).to(backend.device)
-
-    def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
-        found = self._backend.best_items(
-            self._backend.upload(queries.numpy()), self._items, k, hidden
-        )
-        return Best(found.scores.cpu(), found.items.cpu())
-
-
-class HnswIndex:
-    """Approximate search in an HNSW graph, which finds extra items and drops the hidden ones."""
-
-    def __init__(self, items: F32) -> None:
-        try:
-            faiss: Any = importlib.import_module("faiss")
-        except ImportError as error:
-            raise ConfigError("match.index: hnsw needs pip install 'npu_gr[faiss]'") from error
-        self._num_items = len(items)
-        self._index: Any = faiss.IndexHNSWFlat(
-            items.shape[1], HNSW_LINKS, faiss.METRIC_INNER_PRODUCT
-        )
-        self._index.hnsw.efConstruction = HNSW_BUILD
-        self._index.add(np.ascontiguousarray(items))
-        self._parameters = faiss.SearchParametersHNSW
-
-    def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
-        num_queries = len(queries)
-        hidden_keys = torch.empty(0, dtype=torch.int64)  # query * num_items + item
-        most_hidden = 0  # most hidden items of one query
-        if hidden is not None and len(hidden.items):
-            most_hidden = int(torch.bincount(hidden.queries).max())
-            hidden_keys = (hidden.queries * self._num_items + hidden.items).sort().values
-        wide = min(self._num_items, k + most_hidden)
-        search = self._parameters(efSearch=max(HNSW_SEARCH, 2 * wide))
-        scores, items = map(
-            torch.from_numpy, self._index.search(queries.numpy(), wide, params=search)
-        )
-        keys = torch.arange(num_queries)[:, None] * self._num_items + items
-        scores = scores.masked_fill((items < 0) | torch.isin(keys, hidden_keys), -torch.inf)
-        scores, order = scores.sort(dim=1, descending=True, stable=True)
-        items = items.gather(1, order).masked_fill(scores == -torch.inf, -1)
-        short = max(0, k - wide)
-        pad = torch.nn.functional.pad
-        return Best(
-            pad(scores[:, :k], (0, short), value=-torch.inf),
-            pad(items[:, :k], (0, short), value=-1),
-        )
-
-
-def make_index(name: IndexName, items: F32, backend: Backend) -> Index:
-    """Build an index. `hnsw` takes minutes for a million items.
+def make_index(name: IndexName, vectors: Vectors, backend: Backend) -> Index:
+    """Build an index of the items. `ivf` takes minutes for tens of millions.
 
     Args:
-        name: exact or hnsw.
-        items: float32 [I, d].
+        name: exact or ivf.
+        vectors: Vectors of items, and of the users by which `ivf` is measured.
         backend: Backend for the exact search.
 
     Raises:
-        ConfigError: faiss, which `hnsw` needs, is not installed.
+        ConfigError: faiss, which `ivf` needs, is not installed.
     """
-    return ExactIndex(items, backend) if name == "exact" else HnswIndex(items)
-
-
-def recall(found: Best, exact: Best) -> float:
-    """Return the share of the exact results' items that another result of the queries has."""
-    wanted = exact.items >= 0
-    hits = (exact.items[:, :, None] == found.items[:, None, :]).any(-1) & wanted
-    return float(hits.sum() / wanted.sum().clamp(min=1))
+    if name == "exact":
+        return ExactIndex(vectors.items, backend)
+    users = vectors.users[vectors.in_target | vectors.in_source]
+    return IvfIndex(vectors.items, users, ExactIndex(vectors.items, backend))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -169,7 +86,8 @@ class Matcher:
     def __init__(self, vectors: Vectors, index: IndexName, backend: Backend) -> None:
         self.vectors = vectors
         self._rows = {user: row for row, user in enumerate(vectors.user_keys)}
-        self._index = make_index(index, vectors.items, backend)
+        self.is_exact = index == "exact"
+        self._index = make_index(index, vectors, backend)
         self._by_popularity = np.lexsort((np.arange(len(vectors.item_ids)), -vectors.popularity))
 
     @property
@@ -281,6 +199,12 @@ class Matcher:
                     next(found) if query.allowed is None else self._search_allowed(query)
                 )
         return answers
+
+    def exactly(self, query: MatchQuery, k: int) -> ExactSteps | None:
+        """Begin an exact search for what the index has searched; None = it has not searched."""
+        if self.is_exact or query.basis is Basis.POPULARITY or query.allowed is not None:
+            return None
+        return ExactSteps(self.vectors.items, self._vector(query), k, query.hidden)
 
     def _vector(self, query: MatchQuery) -> F32:
         if query.history is None:

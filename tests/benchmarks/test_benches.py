@@ -240,16 +240,19 @@ def test_protocols() -> None:
 
 
 def test_match(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(match, "HNSW_ITEMS", 500)
-    found = list(match.lines(2000, 0, 0.0))
+    monkeypatch.setattr(match, "NEAR_SEARCHES", 210)
+    found = list(match.lines(2000, 0, 0.0, match.PARTS))
     exact = checked([line for line in found if line.case.startswith("I=2000")])
     assert len(exact) == len(match.BATCHES)
+    near = [line for line in found if line.case.startswith("ivf I=2000")]
+    assert [line.unit for line in near] == ["of the best", "ms", "ms"]
+    assert near[0].ok
     assert all("torch mm + topk, numpy" in line.baseline for line in exact)
     monkeypatch.setattr(
         match, "torch_top_k", lambda queries, items, k: torch.mm(-queries, items.T).topk(k)
     )
     with pytest.raises(AssertionError, match="torch mm"):
-        list(match.lines(2000, 0, 0.0))
+        list(match.lines(2000, 0, 0.0, ["exact"]))
 
 
 def test_the_baselines_sort_what_they_find() -> None:
@@ -491,8 +494,9 @@ def test_a_fleet_is_placed_prepared_and_stored(monkeypatch: pytest.MonkeyPatch) 
             seed=0,
         )
     )
-    assert len(found) == 12
-    assert all(line.ours > 0 for line in found)
+    assert len(found) == 14
+    # the difference between two small logs may be below 0
+    assert all(line.ours > 0 for line in found if line.unit != "bytes an event")
     joins = [line for line in found if "joins" in line.case]
     assert all(0.5 < line.ratio < 2 for line in joins)
     monkeypatch.setattr(fleet, "merge", lambda parts, out: shutil.copytree(parts[0], out))

@@ -1,15 +1,18 @@
-"""The replayed day: what is asked for, with which history, and the lines; turns of a shadow."""
+"""The replayed day, turns of a shadow, and the time until a fleet serves a delta."""
 
 from __future__ import annotations
 
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from benchmarks import delta_day, delta_shadow
+from benchmarks import delta, delta_day, delta_fleet, delta_shadow
 from benchmarks.delta import Run
 from benchmarks.delta_day import HOURS, Day, body, first_ranker, lines, write_deltas
 from npu_gr.model.delta import read_manifest
@@ -90,3 +93,40 @@ def test_turns_of_a_shadow_change_their_order(monkeypatch: pytest.MonkeyPatch) -
     assert line.ok
     assert "6 ranks scored twice" in line.case
     assert msgspec.json.encode(line.as_dict())
+
+
+def test_a_fleet_is_measured_until_the_last_instance_serves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Real Redis, and instances that follow after a look more each."""
+    looks = 0
+    given: list[list[str]] = []
+
+    def served(port: int) -> int:
+        nonlocal looks
+        looks += 1
+        return 0 if looks <= port else 1
+
+    class One:
+        port = 2
+
+    def instance(*arguments: Any) -> One:
+        given.append(arguments[3])
+        return One()
+
+    monkeypatch.setattr(delta_fleet, "served", served)
+    monkeypatch.setattr(delta_fleet, "instance", instance)
+    monkeypatch.setattr(delta_fleet, "running", lambda *_: nullcontext())
+    monkeypatch.setattr(delta, "post", lambda *_: 0.0)
+    stream: Any = SimpleNamespace(folder=tmp_path, checkpoint=tmp_path, files=[b"1"], changed=1)
+    if shutil.which("redis-server") is None:
+        pytest.skip("no redis-server on PATH")
+    found = [*delta_fleet.lines(stream, tmp_path)]
+    assert [line.case.partition(",")[0] for line in found] == [
+        "3 instances on one folder",
+        "3 instances on one stream",
+    ]
+    folders = [words[0] for words in given]
+    assert len(set(folders[:3])) == 1
+    assert len(set(folders[3:])) == 3  # each has its own copy
+    assert all("deltas_stream=unix://" in words[1] for words in given[3:])

@@ -171,6 +171,16 @@ def spare(rows: int, of: int) -> dict[str, str]:
     return {'npu_gr_spare_item_rows{instance="a"}': f"{rows}x9", limit: f"{of}x9"}
 
 
+def missed(num: int, of: int) -> dict[str, str]:
+    name = 'npu_gr_match_%s_items_total{instance="a"}'
+    return {name % "missed": f"0+{num}x50", name % "checked": f"0+{of}x50"}
+
+
+def deltas(one: int, other: int) -> dict[str, str]:
+    name = 'npu_gr_delta_sequence{instance="%s"}'
+    return {name % "a": f"{one}x9", name % "b": f"{other}x9"}
+
+
 def of_users(num: int, fetched: int) -> dict[str, str]:
     return {USERS % "nothing": f"0+{num}x20", USERS % "source": f"0+{fetched}x20"}
 
@@ -370,7 +380,10 @@ CAUSES: list[Case] = [
         of="server",
     ),
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
+    *one("NpuGrDeltasDiffer", deltas(4, 3), deltas(4, 4), 8),
     *one("NpuGrSpareItemRowsLow", spare(12, 64), spare(13, 64), 8, **INSTANCE),
+    *one("NpuGrMatchRecallLow", missed(2, 100), missed(1, 101), 45, **INSTANCE),
+    Case(missed(2, 4), 45, {}, ["NpuGrMatchRecallLow"]),  # too few to tell
     # a ranker without row dropout has none
     Case(spare(0, 0), 8, {}, ["NpuGrSpareItemRowsLow"]),
 ]

@@ -20,7 +20,17 @@ from safetensors.numpy import save_file
 
 from npu_gr.core.errors import CheckpointError
 from npu_gr.model import blend as module
-from npu_gr.model.blend import DECAY, FILE, LAST_EVENTS, WEIGHTS, ScoreBlend, load_blend, save_blend
+from npu_gr.model.blend import (
+    DECAY,
+    FILE,
+    FOLLOWING,
+    LAST_EVENTS,
+    WEIGHTS,
+    ScoreBlend,
+    load_blend,
+    own_or_next,
+    save_blend,
+)
 from npu_gr.model.item_similarity import Neighbours
 from npu_gr.model.own_items import OwnItems
 
@@ -38,7 +48,7 @@ def an_order(seed: int = 0, width: int = 4) -> ScoreBlend:
             successors[row, width - kept :] = np.sort(random.choice(ITEMS, kept, replace=False))
             log_prob[row, width - kept :] = np.log(random.dirichlet(np.ones(kept + 1))[:kept])
     popularity = np.log(random.dirichlet(np.ones(ITEMS))).astype(np.float32)
-    weights = dict(zip(WEIGHTS, (0.5, 0.25, 0.125, 4.0, 0.75, -2.0, 0.0, 0.0), strict=True))
+    weights = dict(zip(WEIGHTS, (0.5, 0.25, 0.125, 4.0, 0.75, -2.0, 0.0, 0.0, 0.0), strict=True))
     return ScoreBlend(
         task="click",
         weights=weights,
@@ -209,7 +219,7 @@ def test_the_sum_has_each_term_once() -> None:
     assert order.scores(*one).tolist() == [0.5, 0.25, 0.125, 4.0, 0.75, 1.0]
     assert order.own_sum(*np.eye(3, dtype=np.float32)).tolist() == [-2.0, 3.0, -1.5]
     assert [order.weights[name] for name in WEIGHTS] == [
-        *(0.5, 0.25, 0.125, 4.0, 0.75, -2.0, 3.0, -1.5)
+        *(0.5, 0.25, 0.125, 4.0, 0.75, -2.0, 3.0, -1.5, 0.0)
     ]
 
 
@@ -224,6 +234,20 @@ def test_items_of_the_history_weigh_how_often_and_how_long_ago_they_were_had() -
     assert order.own(history[:0], history).tolist() == [0, 0, 0, 0]
     assert OwnItems.of(history).best(2).tolist() == [7, 5]
     assert OwnItems.of(np.array([2, 1])).best(9).tolist() == [1, 2]
+
+
+def test_an_item_comes_again_or_follows_the_last_one() -> None:
+    order = an_order()
+    every = np.arange(ITEMS)
+    own = OwnItems.of(np.array([105, 103, 105]))  # of ids, which need not be the rows
+    found = own_or_next(order, own, every + 100, np.array([2, 4]), every)
+    follows = np.exp(order.transitions(np.array([4]), every))  # the last row decides
+    had = np.zeros(ITEMS)
+    had[[3, 5]] = 0.97, 1 + 0.97**2
+    assert found == pytest.approx(np.log(had + FOLLOWING * follows), rel=1e-5)
+    nobody = OwnItems.of(np.empty(0, np.int64))
+    found = own_or_next(order, nobody, every, np.array([2, 4]), every)
+    assert found == pytest.approx(np.log(FOLLOWING * follows), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,10 @@ from npu_gr.engine.rank_engine import FindPass, NextItems, RankEngine, RankPass
 from npu_gr.handlers.hooks import HookContext
 from npu_gr.handlers.service import Service
 from npu_gr.handlers.sources import SharedEncoderUse
+from npu_gr.model.blend import OWN_OR_NEXT, own_or_next
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Segment
+from npu_gr.model.own_items import OwnItems
 from npu_gr.model.weights import load
 from npu_gr.vector_search.vectors import save as save_vectors
 from tests.models import CPU, events, tiny_order
@@ -60,7 +62,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(path / "plain")
     write_checkpoint(path / "unordered", retrieval=True)
     before = replace(
-        tiny_order(), neighbours=None, weights={**tiny_order().weights, "popularity": 0.0}
+        tiny_order(),
+        neighbours=None,
+        weights={**tiny_order().weights, "popularity": 0.0, OWN_OR_NEXT: 0.0},
     )
     write_checkpoint(path / "older", before, retrieval=True)
     return path
@@ -123,9 +127,9 @@ class ByHand:
             self.order.alike(mine, rows),
             self.order.popular(rows),
         )
-        return self.order.scores(
-            self.retrieval(own)[rows], like, *counted, self.order.own(mine, rows)
-        )
+        more = own_or_next(self.order, OwnItems.of(mine), rows, mine, rows)
+        of_own = self.order.own(mine, rows) + np.float32(self.order.weights[OWN_OR_NEXT]) * more
+        return self.order.scores(self.retrieval(own)[rows], like, *counted, of_own)
 
     def ordered(self, items: list[int], own: dict[str, list[int]]) -> list[int]:
         return [items[place] for place in np.argsort(-self.sums(items, own), kind="stable")]

@@ -24,17 +24,25 @@ from npu_gr.core.arrays import I64
 from npu_gr.core.errors import DataError
 from npu_gr.core.history import UserKey
 from npu_gr.core.request import Basis
-from npu_gr.vector_search.matcher import ExactIndex, HnswIndex, Matcher, recall
+from npu_gr.vector_search.index import ExactIndex, ExactSteps, recall
+from npu_gr.vector_search.ivf import PROMISED, IvfIndex
+from npu_gr.vector_search.matcher import Matcher
 from npu_gr.vector_search.vectors import load, save
 from tests.vector_search.vectors import COLD, FIRST_ID, KNOWN, NEAR_DUPLICATES, make_vectors
 
 
-def test_hnsw_finds_most_and_never_a_hidden_item() -> None:
+def test_ivf_finds_most_and_never_a_hidden_item() -> None:
     pytest.importorskip("faiss", reason="faiss is not installed")
     generator = torch.Generator().manual_seed(0)
-    queries, items = (torch.randn(n, 16, generator=generator) for n in (20, 5000))
-    exact, near = ExactIndex(items.numpy(), CPUBackend()), HnswIndex(items.numpy())
+    queries, items, users = (torch.randn(n, 16, generator=generator) for n in (20, 5000, 300))
+    exact = ExactIndex(items.numpy(), CPUBackend())
+    near = IvfIndex(items.numpy(), users.numpy(), exact)
+    assert near.recall >= PROMISED
+    assert 1 < near.num_probes <= near.num_lists == 64
     assert recall(near.search(queries, 20), exact.search(queries, 20)) >= 0.95
+    fewer = IvfIndex(items.numpy(), users.numpy(), exact)
+    fewer.num_probes = 1
+    assert recall(fewer.search(queries, 20), exact.search(queries, 20)) < 0.9
     best = exact.search(queries, 5)
     order = best.items.flatten().argsort(stable=True)
     hidden = Hidden(torch.arange(20).repeat_interleave(5)[order], best.items.flatten()[order])
@@ -42,6 +50,22 @@ def test_hnsw_finds_most_and_never_a_hidden_item() -> None:
     assert not (found.items[:, :, None] == best.items[:, None]).any()
     assert recall(found, want) >= 0.95
     assert near.search(queries, 6000).items.shape == (20, 6000)
+
+
+@pytest.mark.parametrize("step", [7, 100, 5000])
+def test_an_exact_search_in_steps_is_the_exact_one(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ExactSteps, "STEP", step)
+    random = np.random.default_rng(step)
+    items = random.integers(-3, 4, (331, 8)).astype(np.float32)  # ties on purpose
+    query = random.integers(-3, 4, 8).astype(np.float32)
+    hidden = np.sort(random.choice(331, 40, replace=False))
+    for k in (1, 20, 400):
+        search = ExactSteps(items, query, k, hidden)
+        while not search.is_over:
+            search.step()
+        assert search.rows.tolist() == brute(items @ query, set(hidden.tolist()), k)
 
 
 def test_recall_counts_shares() -> None:

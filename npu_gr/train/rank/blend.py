@@ -1,8 +1,8 @@
-"""Fit the score blend of a cascade: a weighted sum of eight terms of each retrieved item.
+"""Fit the score blend of a cascade: a weighted sum of nine terms of each retrieved item.
 
 The terms are those of `ItemList`: retrieval score, click logit, transitions, neighbours (items of
-the same users), popularity, and of an item of the history that it is one, how often the user had it
-and how long ago. Transitions are counted as
+the same users), popularity, of an item of the history that it is one, how often the user had it
+and how long ago, and whether it comes again or follows. Transitions are counted as
 
     c(j, i)  = sum over lags 1 .. 5 of  0.6^(lag - 1) n_lag(j, i)
     P(i | j) = (c(j, i) + 10 pop(i)) / (sum over i of c(j, i) + 10)
@@ -26,7 +26,16 @@ from torch import Tensor
 
 from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.core.arrays import F32, I64
-from npu_gr.model.blend import DECAY, LAST_EVENTS, MAX_SUCCESSORS, PRIOR, WEIGHTS, ScoreBlend
+from npu_gr.model.blend import (
+    DECAY,
+    LAST_EVENTS,
+    MAX_SUCCESSORS,
+    OWN_OR_NEXT,
+    PRIOR,
+    WEIGHTS,
+    ScoreBlend,
+    own_or_next,
+)
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.item_similarity import Neighbours
 from npu_gr.model.own_items import OwnItems
@@ -37,6 +46,7 @@ from npu_gr.train.rank.item_similarity import USUAL, Entries, NeighbourKind
 from npu_gr.train.rank.losses import user_vectors
 
 RETRIEVAL_ALONE = dict.fromkeys(WEIGHTS, 0.0) | {"retrieval": 1.0}
+USUAL_WEIGHTS = tuple(name for name in WEIGHTS if name != OWN_OR_NEXT)
 RIDGE = 1.0  # weight of the penalty, see `fit_blend`
 
 
@@ -55,6 +65,7 @@ class ItemList(NamedTuple):
     seen: F32  # [c] 1 = in the history; this and the next two as `OwnItems.terms`
     own_count: F32  # [c] log of how much the user had the item lately
     own_age: F32  # [c] log of 1 + the number of events since then
+    own_or_next: F32  # [c] log of how much the user had the item lately, or of what follows
 
     def scores(self, blend: ScoreBlend) -> F32:
         """Sum the terms with the blend's weights, [c]."""
@@ -64,7 +75,8 @@ class ItemList(NamedTuple):
             self.transitions,
             self.neighbours,
             self.popularity,
-            blend.own_sum(self.seen, self.own_count, self.own_age),
+            blend.own_sum(self.seen, self.own_count, self.own_age)
+            + np.float32(blend.weights[OWN_OR_NEXT]) * self.own_or_next,
         )
 
     def over_all(self, scores: F32, num_items: int) -> F64:
@@ -196,6 +208,7 @@ def retrieved_lists(
             counted.alike(history, items.numpy()),
             counted.popular(items.numpy()),
             *own.terms(items.numpy()),
+            own_or_next(counted, own, items.numpy(), history, items.numpy()),
         )
         done(count, len(targets))
 
@@ -214,7 +227,7 @@ def fit_blend(
     lists: Sequence[ItemList],
     targets: Sequence[NextItem],
     start: Mapping[str, float] = RETRIEVAL_ALONE,
-    free: Sequence[str] = WEIGHTS,
+    free: Sequence[str] = USUAL_WEIGHTS,
 ) -> ScoreBlend:
     """Fit the weights by the likelihood of the next items within their lists.
 
@@ -248,7 +261,7 @@ def fit_blend(
     before = torch.tensor([start[name] for name in WEIGHTS], dtype=torch.float64)
     if not any(found.seen[place[0]] for found, place in rows):
         # nothing says which seen items are better, so that they are seen is all that counts
-        free = [name for name in free if name not in ("own_count", "own_age")]
+        free = [name for name in free if name not in ("own_count", "own_age", OWN_OR_NEXT)]
     is_free = torch.tensor([name in free for name in WEIGHTS])
     ridge = RIDGE * _variances(terms, is_padding)
     weights = before.clone().requires_grad_()

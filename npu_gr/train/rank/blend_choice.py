@@ -1,4 +1,4 @@
-"""Choose the score blend to serve, on the validation, in three steps.
+"""Choose the score blend to serve, on the validation, in four steps.
 
 1. The kind of neighbours whose fitted blend is best. A kind replaces the best one before it if its
    NDCG@10 is higher by more than a standard error, paired by user; or if its likelihood is, and its
@@ -12,9 +12,12 @@
    can happen. The comparison uses the users on whom the blend was fitted, which favours the blend:
    a source that is better even there is better.
 
-3. ItemKNN with the baseline's settings, unless the result of steps 1 and 2 is better by more than a
-   standard error. Where many next items are repeats, it need only be better: what decides there are
-   the own terms, which both have, and the order of events, which ItemKNN ignores.
+3. The fitted blend with one term more (`own_or_next`), where people have items again, by the rule
+   of step 1.
+
+4. ItemKNN with the baseline's settings, unless the result of the steps before is better by more
+   than a standard error. Where many next items are repeats, it need only be better: what decides
+   there are the own terms, which both have, and the order of events, which ItemKNN ignores.
 
        s(i) = sum over the distinct items j of the history of  w(j, i) + p pop(i) + own(i)
 
@@ -35,7 +38,7 @@ import numpy as np
 import torch
 
 from npu_gr.core.arrays import F32
-from npu_gr.model.blend import OWN_WEIGHTS, WEIGHTS, ScoreBlend
+from npu_gr.model.blend import OWN_OR_NEXT, OWN_WEIGHTS, WEIGHTS, ScoreBlend
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.baselines import LinearBaseline, graph_of
 from npu_gr.train.data import InteractionLog, NextItem
@@ -44,6 +47,7 @@ from npu_gr.train.linear import ItemKNN, log_popularity, root_mean_square
 from npu_gr.train.metrics import F64, Difference, difference_of_users, ndcg_of_each
 from npu_gr.train.next_item import K, rank_next_items
 from npu_gr.train.rank.blend import (
+    USUAL_WEIGHTS,
     ItemList,
     ListSizes,
     count_blend,
@@ -125,6 +129,8 @@ def choose_blend(
     kind, blend, own = choose_kind(counted, log, lists, targets)
     better = better_alone(blend, log, own, targets)
     served = to_serve(blend, better)
+    if served is blend:
+        served = blend = with_own_or_next(blend, log, own, targets)
     fallback = None
     if item_knn is not None:
         figures = (ndcg_cross_fitted if served is blend else ndcg_of_lists)(
@@ -187,6 +193,27 @@ def is_above_0(gaps: F64) -> bool:
     return len(gaps) > 0 and float(gaps.mean()) > float(gaps.std()) / len(gaps) ** 0.5
 
 
+def with_own_or_next(
+    blend: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
+) -> ScoreBlend:
+    """Fit the term of own and following items too; keep it if that is better (step 3).
+
+    Args:
+        blend: The fitted blend without this term.
+        log: Log that holds the events.
+        lists: List of each target.
+        targets: Next items of the validation.
+    """
+    fitted = fit_blend(blend, log, lists, targets, free=WEIGHTS)
+    if not fitted.weights[OWN_OR_NEXT]:  # no next item is a repeat
+        return blend
+    places = ndcg_of_lists(fitted, log, lists, targets) - ndcg_of_lists(blend, log, lists, targets)
+    likelihood = list_likelihood(fitted, log, lists, targets) - list_likelihood(
+        blend, log, lists, targets
+    )
+    return fitted if places.mean() >= 0 and is_above_0(likelihood) else blend
+
+
 def list_likelihood(
     blend: ScoreBlend, log: InteractionLog, lists: Sequence[ItemList], targets: Sequence[NextItem]
 ) -> F64:
@@ -223,12 +250,12 @@ def ndcg_cross_fitted(
     Each user's list is ranked with weights that were fitted on other users.
     """
     fold_of = np.arange(len(targets)) % FOLDS
+    free = WEIGHTS if blend.weights[OWN_OR_NEXT] else USUAL_WEIGHTS
     blends = []
     for fold in range(FOLDS):
         others = np.flatnonzero(fold_of != fold).tolist()
-        blends.append(
-            fit_blend(blend, log, [lists[row] for row in others], [targets[row] for row in others])
-        )
+        of_others = [lists[row] for row in others], [targets[row] for row in others]
+        blends.append(fit_blend(blend, log, *of_others, free=free))
     scores = (
         found.scores(blends[fold]) for found, fold in zip(lists, fold_of.tolist(), strict=True)
     )
@@ -337,7 +364,7 @@ def compare_with_item_knn(
     lists: Sequence[ItemList],
     targets: Sequence[NextItem],
 ) -> ItemKNNFallback:
-    """Fit ItemKNN's weights of seen items, and compare the blend to serve with ItemKNN (step 3).
+    """Fit ItemKNN's weights of seen items, and compare the blend to serve with ItemKNN (step 4).
 
     Args:
         baseline: Tuned ItemKNN, fitted to any log of these users and items.

@@ -39,7 +39,8 @@ from npu_gr.model.config import HSTUConfig, ItemFeature
 from npu_gr.model.feature_rows import draw_kept
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.weights import Checkpoint
-from npu_gr.train.data import Batch, InteractionLog, NextItem, batches, windows
+from npu_gr.train.data import Batch, InteractionLog, NextItem
+from npu_gr.train.epochs import epoch
 from npu_gr.train.generate.codes import ItemCodes, item_vectors
 from npu_gr.train.metrics import F64, hit_ratio, mean_reciprocal_rank
 from npu_gr.train.rank.inputs import LogInputs
@@ -93,6 +94,7 @@ def fit(
     codes: ItemCodes | None = None,
     states: TrainingStates = NO_STATES,
     start: Checkpoint | None = None,
+    whole: InteractionLog | None = None,
 ) -> Fitted:
     """Train a ranker. The same arguments and number of threads give the same bits.
 
@@ -112,12 +114,15 @@ def fit(
         codes: Semantic IDs of the log's items, by row; None = the model does not read any.
         states: Where the state of the training is kept.
         start: Earlier ranker to train on; None = train from random weights.
+        whole: Log to train on where `log` is a sample of its users, by which the model starts and
+            is validated; None = `log`.
 
     Raises:
         DataError: a task has only one class, or the loss is not finite.
-        ConfigError: the options do not make a model.
+        ConfigError: the options do not make a model, or need all events of `whole` in memory.
     """
-    labels = make_labels(log, tasks)
+    trained = log if whole is None else whole
+    labels = make_labels(trained, tasks)
     torch.manual_seed(options.seed)
     model = new_model(log, item_features, tasks, options, features, codes)
     if start is not None:
@@ -127,7 +132,10 @@ def fit(
         served, folds = factorise(log, tasks, options.seed)
         model.factors_of_items.copy_(torch.from_numpy(served.items))
         model.factors_of_actions.copy_(torch.from_numpy(served.values))
-    inputs = LogInputs(log, model, folds)
+    if whole is not None:
+        check_reads_no_columns(model.config)
+    inputs = LogInputs(trained, model, folds)
+    validated = inputs if whole is None else LogInputs(log, model)
     # at least one output: a log with one action has no auxiliary label
     auxiliary = nn.Linear(options.head_dim, max(1, labels.auxiliary.shape[1]))
     biases = position_biases()
@@ -153,7 +161,7 @@ def fit(
         )
 
     def score(averaged: HSTU) -> float:
-        found = next_item_likelihood(inputs, averaged, validation)
+        found = next_item_likelihood(validated, averaged, validation)
         log_score = (
             math.log(mean_reciprocal_rank(found.ranks))
             if scores_by_rank(log, options)
@@ -163,9 +171,7 @@ def fit(
         return math.exp(log_score)
 
     best = trainer.fit(
-        lambda random: batches(
-            log, windows(log, options.window_tokens, random), options.batch_tokens, random
-        ),
+        lambda random: epoch(trained, options.window_tokens, options.batch_tokens, random),
         loss_of,
         score=score if validation and model.config.retrieval else None,
         found=validations,
@@ -175,6 +181,19 @@ def fit(
     )
     best.model.eval().items.freeze()
     return Fitted(best.model, best.num_epochs, tuple(one["log_score"] for one in validations))
+
+
+def check_reads_no_columns(config: HSTUConfig) -> None:
+    """Check that a model reads no feature that is made of all events at once.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if own := [feature.name for feature in config.features if feature.of != "item"]:
+        raise ConfigError(
+            f"train: {own[0]}: is made of all events in memory, and these are read from the disk: "
+            "leave it out, or raise memory_events"
+        )
 
 
 def scores_by_rank(log: InteractionLog, options: TrainOptions) -> bool:

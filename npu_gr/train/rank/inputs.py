@@ -35,7 +35,7 @@ from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_input import cross_features
 from npu_gr.model.hstu_layer import Segment
-from npu_gr.train.data import Batch, Bools, InteractionLog
+from npu_gr.train.data import Batch, Bools, InteractionLog, count_trained
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.forward import HistoryBatch
 
@@ -82,11 +82,20 @@ class LoggedCross:
         self._folded: F64 | None = None
         self._log = log
         self._cross = cross
-        users = log.users
-        self._users = users
-        self._first = np.maximum(log.starts[users], np.arange(len(users)) - max_events)
-        self._width = len(users) + 1
+        self._max_events = max_events
+        self._width = len(log.items) + 1
         self._runs: dict[tuple[str, bytes], _Runs] = {}
+
+    @cached_property
+    def _users(self) -> I64:
+        return self._log.users
+
+    @cached_property
+    def _first(self) -> I64:
+        """First event of the history that a request just before each event reads, [n]."""
+        every = np.arange(len(self._users))
+        first: I64 = np.maximum(self._log.starts[self._users], every - self._max_events)
+        return first
 
     @property
     def names(self) -> list[str]:
@@ -223,19 +232,19 @@ class LogInputs:
         self.max_events = model.config.max_history_tokens - bool(model.config.features_of("user"))
         self._encoders = {of: FeatureEncoder(model.config.features_of(of)) for of in OFS}
         self._logged = LoggedCross(log, cross_features(model), self.max_events, folds)
-        self._users = torch.from_numpy(log.users)
-        every = np.arange(len(log.items))
         self._of_user = self._encoded("user", {}, log.num_users)
-        self._of_event = self._encoded("event", {}, len(every))
+        self._of_event = self._encoded("event", {}, len(log.items))
         times = {
             feature.name: time_column(feature.computed, log.times)
             for feature in model.config.features_of("request")
             if feature.computed in OF_TIME
         }
-        self._of_request = self._encoded("request", times, len(every))
-        own = self._logged.columns(every, log.items[:, None]) if self._logged.names else {}
+        self._of_request = self._encoded("request", times, len(log.items))
+        own: dict[str, F32] = {}
+        if self._logged.names:
+            own = self._logged.columns(np.arange(len(log.items)), log.items[:, None])
         computed = {name: column[:, 0] for name, column in own.items()}
-        self._of_cross = self._encoded("cross", computed, len(every))
+        self._of_cross = self._encoded("cross", computed, len(log.items))
 
     @cached_property
     def pages(self) -> I64:
@@ -255,7 +264,7 @@ class LogInputs:
         One half is uniform, the other is its share of the trained events. The softmax is mostly of
         popular items, so draws by popularity estimate it with less variance.
         """
-        uses = np.bincount(self.log.items[self.log.trained], minlength=self.log.num_items)
+        uses = count_trained(self.log, self.log.items, self.log.num_items)
         shares: Tensor = torch.from_numpy(uses / max(1, uses.sum()) + 1 / self.log.num_items)
         return shares / shares.sum()
 
@@ -265,7 +274,7 @@ class LogInputs:
             items=batch.items,
             actions=batch.actions,
             times=batch.times,
-            user=_rows(self._of_user, self._users[batch.events[:, 0]]),
+            user=_rows(self._of_user, self._users_of(batch.events[:, 0])),
             events=_rows(self._of_event, batch.events),
         )
 
@@ -313,7 +322,7 @@ class LogInputs:
         recent = slice(self.first_read(event), event)
         at = torch.tensor([event])
         times = log.times[recent]
-        user = _rows(self._of_user, self._users[at])
+        user = _rows(self._of_user, self._users_of(at))
         if user is not None:  # the user's token has the time of the first event, or of the request
             times = np.concatenate([log.times[recent.start : recent.start + 1], times])
         cross = self.cross(at) if is_shown else self.cross_of(at, candidates[None])
@@ -331,8 +340,12 @@ class LogInputs:
 
     def first_read(self, event: int) -> int:
         """Return the index of the oldest event that a request just before an event reads."""
-        start = int(self.log.starts[int(self._users[event])])
-        return max(start, event - self.max_events)
+        user = int(np.searchsorted(self.log.starts, event, "right")) - 1
+        return max(int(self.log.starts[user]), event - self.max_events)
+
+    def _users_of(self, events: Tensor) -> Tensor:
+        """Find the users of events, int64 [m]."""
+        return torch.from_numpy(np.searchsorted(self.log.starts, events.numpy(), "right") - 1)
 
     def _encoded(
         self, of: Of, computed: Mapping[str, Values], num_rows: int

@@ -81,7 +81,7 @@ def batch_loss(
         biases: Term of each position of a shown item, which is not served.
         inputs: Inputs of the log.
         batch: Windows to train on.
-        labels: Labels of all events of the log.
+        labels: Labels of the actions.
         options: Weights of the losses, and numbers of samples.
         with_click: Whether to add the click loss.
     """
@@ -126,15 +126,15 @@ def _binary_loss(
 
     `true`, float32 [B, N, dim], are the final rows of the events' own items.
     """
-    events = batch.events[batch.terms]
+    actions = batch.actions[batch.terms]
     hidden = model.head[:-1](model.norm_head(true[batch.terms]))
     served = binary_cross_entropy_with_logits(
-        model.head[-1](hidden)[:, labels.served_tasks], labels.served[events]
+        model.head[-1](hidden)[:, labels.served_tasks], labels.served[actions]
     )
     if not (options.ordinal_weight and labels.auxiliary.shape[1]):
         return served
     return served + options.ordinal_weight * binary_cross_entropy_with_logits(
-        auxiliary(hidden), labels.auxiliary[events]
+        auxiliary(hidden), labels.auxiliary[actions]
     )
 
 
@@ -388,9 +388,9 @@ def label_likelihood(
     Returns:
         float64 [targets], summed over the tasks, at least one.
     """
-    events = np.array([event for _, event in targets])
+    actions = inputs.log.actions[[event for _, event in targets]]
     logits = model.task_logits(_rows(inputs, model, targets, is_next=False))[:, labels.served_tasks]
-    losses = binary_cross_entropy_with_logits(logits, labels.served[events], reduction="none")
+    losses = binary_cross_entropy_with_logits(logits, labels.served[actions], reduction="none")
     found: F64 = -losses.sum(1).double().numpy()
     return found
 

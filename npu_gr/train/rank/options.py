@@ -22,11 +22,12 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.feature_schema.schema import Feature
 from npu_gr.core.settings import Count
 from npu_gr.core.text_format import quoted
-from npu_gr.train.data import Bools, InteractionLog, Split
+from npu_gr.train.data import Bools, InteractionLog, Split, count_trained
 from npu_gr.train.options import DropoutRatio, Share, Weight
 from npu_gr.train.steps import StepOptions
 
@@ -136,9 +137,9 @@ def _by_actions(log: InteractionLog) -> ChosenTasks:
 
 
 class Labels(NamedTuple):
-    """Labels of the binary tasks and of the auxiliary head. n = events of the log."""
+    """Labels of an action, for the binary tasks and the auxiliary head. n = actions."""
 
-    served: Tensor  # float32 [n, binary tasks] 1 = positive
+    served: Tensor  # float32 [n, binary tasks] 1 = an event with this action is a positive
     served_tasks: list[int]  # index of each binary task among all tasks
     # float32 [n, a] ordered values: 1 = the value is above the lowest, above the second lowest, ...
     # event types: 1 = the event has this type
@@ -148,7 +149,7 @@ class Labels(NamedTuple):
 
 
 def make_labels(log: InteractionLog, tasks: Sequence[Task]) -> Labels:
-    """Label every event of the log for every binary task, and for the auxiliary head.
+    """Label the actions of a log for every binary task, and for the auxiliary head.
 
     The auxiliary labels of ordered values are those of ordinal regression: above the lowest value,
     above the second lowest, and so on. Event types have no order, so each type is a label.
@@ -159,18 +160,17 @@ def make_labels(log: InteractionLog, tasks: Sequence[Task]) -> Labels:
     """
     served = []
     served_tasks = []
+    counts = count_trained(log, log.actions, len(log.action_values))
     for index, task in enumerate(tasks):
         if not task.is_liking:
             continue
-        label = positives(log, task)
-        if label[log.trained].all() or not label[log.trained].any():
-            raise DataError(_one_class(log, task, bool(label[log.trained].all())))
+        label = positive_actions(log, task)
+        if not counts[label].any() or not counts[~label].any():
+            raise DataError(_one_class(log, task, counts, bool(counts[label].any())))
         served.append(label)
         served_tasks.append(index)
     every = np.arange(len(log.action_values))
-    auxiliary = (
-        log.actions[:, None] == every if log.action_names else log.actions[:, None] > every[:-1]
-    )
+    auxiliary = every[:, None] == every if log.action_names else every[:, None] > every[:-1]
     following = next((index for index, task in enumerate(tasks) if task.is_next_item), None)
     shown = next((index for index, task in enumerate(tasks) if task.shown), None)
     if shown is not None and (log.shown is None or not log.trained[log.shown.events].any()):
@@ -179,7 +179,7 @@ def make_labels(log: InteractionLog, tasks: Sequence[Task]) -> Labels:
             "--positive CONDITION keeps the rows that are no behaviour as impressions"
         )
     return Labels(
-        torch.from_numpy(np.array(served, np.float32).reshape(-1, len(log.items)).T.copy()),
+        torch.from_numpy(np.array(served, np.float32).reshape(-1, len(every)).T.copy()),
         served_tasks,
         torch.from_numpy(auxiliary.astype(np.float32)),
         following,
@@ -193,8 +193,18 @@ def positives(log: InteractionLog, task: Task) -> Bools:
     Raises:
         ConfigError: the task names an action that the log lacks.
     """
+    found: Bools = positive_actions(log, task)[log.actions]
+    return found
+
+
+def positive_actions(log: InteractionLog, task: Task) -> Bools:
+    """Whether an event with each action is a positive of a binary task, bool [actions].
+
+    Raises:
+        ConfigError: the task names an action that the log lacks.
+    """
     if task.at_least is not None:
-        reached: Bools = log.values >= task.at_least
+        reached: Bools = np.array(log.action_values) >= task.at_least
         return reached
     names = log.names_of_actions
     for action in task.actions:
@@ -204,8 +214,7 @@ def positives(log: InteractionLog, task: Task) -> Bools:
                 f"task {task.name}: the log has no action {quoted(action)}"
                 + (f"; did you mean {quoted(near[0])}?" if near else f"; it has {_shown(names)}")
             )
-    found: Bools = np.array([name in task.actions for name in names])[log.actions]
-    return found
+    return np.array([name in task.actions for name in names])
 
 
 def liking_values(log: InteractionLog, task: Task) -> tuple[float, ...]:
@@ -228,12 +237,11 @@ def _task_name(action: str) -> str:
     return action if action != NEXT.name else f"{action} event"
 
 
-def _one_class(log: InteractionLog, task: Task, label: bool) -> str:
+def _one_class(log: InteractionLog, task: Task, counts: I64, label: bool) -> str:
     """Write the error text of a task with one class: its rule, the actions, and what to do."""
-    counts = np.bincount(log.actions[log.trained], minlength=len(log.action_values)).tolist()
     there = [
         f"{name} ({count})"
-        for name, count in zip(log.names_of_actions, counts, strict=True)
+        for name, count in zip(log.names_of_actions, counts.tolist(), strict=True)
         if count
     ]
     rule = (
@@ -282,6 +290,14 @@ class TrainOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fields
             "random"
         ),
     ] = 2000
+    memory_events: Annotated[
+        Count,
+        Meta(
+            description="largest log in memory (.55 kB an event); of a larger dataset the events "
+            "are read from files, and tasks, validation, score blend, baselines and evaluation are "
+            "of a sample of its users with about so many events"
+        ),
+    ] = 10_000_000
     tasks: Annotated[
         tuple[Task, ...] | None,
         Meta(

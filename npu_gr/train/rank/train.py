@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from npu_gr.catalogue.names import ItemNames
+from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.blend import ScoreBlend
@@ -67,6 +68,7 @@ from npu_gr.train.resume import NO_STATES, TrainingStates
 from npu_gr.train.sasrec import SASRec
 from npu_gr.train.shared_baselines import RankBaselines, RankedBaselines, rank_baselines
 from npu_gr.train.steps import TrainingProgress
+from npu_gr.train.stored_log import StoredLog
 
 MF_SCORE_CHOSEN = (
     "it reads mf_score, what matrix factorisation expects: the validation's labels are likelier"
@@ -82,7 +84,7 @@ class RankerCodes(NamedTuple):
 
 
 def train_rank(
-    interactions: Interactions,
+    interactions: Interactions | StoredLog,
     item_features: Sequence[ItemValues],
     options: TrainOptions,
     progress: Callable[[TrainingProgress], None] = lambda _: None,
@@ -95,7 +97,8 @@ def train_rank(
     """Train a ranker, compare it with the baselines, and refit it on all events.
 
     Args:
-        interactions: The whole log; `options.split` decides which events are trained on.
+        interactions: The whole log; `options.split` decides which events are trained on. Of one in
+            files, a sample of the users is validated and evaluated.
         item_features: Side features of items; they help most for items with few events.
         options: Options of the model and its training.
         progress: Callback after every training step and every user of the evaluation, in this
@@ -114,7 +117,14 @@ def train_rank(
         DataError: the log is too small, a task has only one class, or the loss is not finite.
         ConfigError: the options do not make a model.
     """
-    full_log = build_log(interactions, item_features, options.split)
+    whole, users = None, np.empty(0, np.int64)
+    if isinstance(interactions, StoredLog):
+        whole = interactions.split(options.split)
+        full_log, users = interactions.sample(whole, options.seed)
+        if options.evaluate_on != "test":
+            raise ConfigError("evaluate_on: must be test for a log of more than memory_events")
+    else:
+        full_log = build_log(interactions, item_features, options.split)
     check_actions(full_log)
     log = full_log if options.evaluate_on == "test" else full_log.only_trained(options.split)
     chosen = (
@@ -136,6 +146,8 @@ def train_rank(
             "validation to search on; set it to 0"
         )
 
+    rest = None if whole is None else _without(whole, users, held_out.log)
+
     def train(tried: TrainOptions, stage: str, gives_up: GivesUp) -> Fitted:
         return fit(
             held_out.log,
@@ -150,6 +162,7 @@ def train_rank(
             features=choose_features(held_out.log, item_features, chosen.tasks, tried),
             states=states,
             start=None if start is None else start.evaluated,
+            whole=rest,
         )
 
     def evaluate(found: Fitted) -> F64:
@@ -189,7 +202,10 @@ def train_rank(
     )
     # with the validation's events, as the baselines are refitted after their tuning
     counted = None if blend is None else blend.counted(log)
-    num_served = len(full_log.items) if options.refit else int(held_out.log.trained.sum())
+    num_trained = int((held_out.log if rest is None else rest).num_trained.sum())
+    num_served = num_trained
+    if options.refit:
+        num_served = len((full_log if whole is None else whole).items)
     evaluation = _evaluate(
         searched,
         blend,
@@ -199,10 +215,13 @@ def train_rank(
         targets,
         held_out,
         chosen,
+        num_trained,
         num_served,
         options,
         progress,
     )
+    if whole is not None:
+        evaluation = replace(evaluation, notes=(_sampled(full_log, whole), *evaluation.notes))
     checkpoint = Checkpoint(
         model=fitted.model,
         item_ids=log.item_ids,
@@ -228,10 +247,26 @@ def train_rank(
             features=choose_features(everything, item_features, chosen.tasks, searched.options),
             states=states,
             start=None if start is None else start.served,
+            whole=None if whole is None else whole.all_trained(),
         )
         served = blend.counted(everything) if blend is not None and held_out.targets else None
         checkpoint = replace(checkpoint, model=again.model, order=served)
     return checkpoint, evaluation
+
+
+def _without(whole: InteractionLog, users: I64, sample: InteractionLog) -> InteractionLog:
+    """Hold out of a log in files what a sample of its users holds out."""
+    num_trained = whole.num_trained.copy()
+    num_trained[users] = sample.num_trained
+    return replace(whole, num_trained=num_trained)
+
+
+def _sampled(sample: InteractionLog, whole: InteractionLog) -> str:
+    return (
+        f"the events were read from files; tasks, validation, score blend, baselines and figures "
+        f"are of a sample: {sample.num_users:,} of {whole.num_users:,} users with "
+        f"{len(sample.items):,} of {len(whole.items):,} events"
+    )
 
 
 def _sizes(options: TrainOptions, log: InteractionLog) -> ListSizes:
@@ -248,6 +283,7 @@ def _evaluate(
     targets: Sequence[NextItem],
     held_out: HeldOutEvents,
     chosen: ChosenTasks,
+    num_trained: int,
     num_served: int,
     options: TrainOptions,
     progress: Callable[[TrainingProgress], None],
@@ -255,7 +291,9 @@ def _evaluate(
     labels = make_labels(log, chosen.tasks)
     first = labels.served_tasks[0] if labels.served_tasks else None
     likes = (
-        labels.served[:, 0].numpy() > 0 if first is not None else np.zeros(len(log.items), np.bool_)
+        labels.served[:, 0].numpy()[log.actions] > 0
+        if first is not None
+        else np.zeros(len(log.items), np.bool_)
     )
     valued = log
     if first is not None:  # the index of an event type is no rating; 1 for positives is
@@ -276,7 +314,7 @@ def _evaluate(
     )
     return Evaluation(
         split=options.split,
-        num_trained=int(held_out.log.trained.sum()),
+        num_trained=num_trained,
         num_served=num_served,
         num_evaluated=int((~log.trained).sum()),
         num_next=len(targets),

@@ -20,7 +20,7 @@ from npu_gr.backend.npu import ops as ascend_ops
 from npu_gr.backend.npu.backend import NPUBackend
 from npu_gr.backend.reference import ReferenceBackend
 from npu_gr.core.errors import ConfigError
-from npu_gr.vector_search.matcher import ExactIndex
+from npu_gr.vector_search.index import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.test_best_items import job, same, sizes
 from tests.ops.ascend_emulator import Emulator

@@ -24,7 +24,7 @@ from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import FindPass, RankEngine, RankPass
 from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model import t5
-from npu_gr.vector_search.matcher import ExactIndex
+from npu_gr.vector_search.index import ExactIndex
 from tests.backend.npu.fake_device import FakeRuntime
 from tests.backend.npu.placement import Recorder
 from tests.backend.npu.test_backend import tokens

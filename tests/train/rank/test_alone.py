@@ -91,6 +91,7 @@ def test_a_source_that_is_surely_better_is_served_in_the_place_of_the_order(
         "seen": -9.0,
         "own_count": 0.0,
         "own_age": 0.0,
+        "own_or_next": 0.0,
     }
     assert served.successors is order.successors
     words = f"NDCG@10 +0.5000 ({gap.low:+.4f} .. {gap.high:+.4f})"

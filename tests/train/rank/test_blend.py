@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from npu_gr.model.blend import DECAY, LAST_EVENTS, PRIOR, WEIGHTS, ScoreBlend
+from npu_gr.model.blend import (
+    DECAY,
+    LAST_EVENTS,
+    OWN_OR_NEXT,
+    PRIOR,
+    WEIGHTS,
+    ScoreBlend,
+    own_or_next,
+)
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.own_items import OwnItems
@@ -24,6 +32,7 @@ from npu_gr.train.rank.blend import (
     fit_blend,
     retrieved_lists,
 )
+from npu_gr.train.rank.blend_choice import with_own_or_next
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import LIKE, NEXT, TrainOptions
@@ -106,26 +115,42 @@ def chosen_lists(
 
 
 def test_the_weights_that_decided_are_found(log: InteractionLog) -> None:
-    weights = [0.6, 0.2, 0.3, 0.4, 0.5, -1.5, 0.7, -0.4]
+    weights = [0.6, 0.2, 0.3, 0.4, 0.5, -1.5, 0.7, -0.4, 0.3]
     lists, targets = chosen_lists(weights, 2000, log)
-    found = fit_blend(count_transitions(log, "next"), log, lists, targets)
+    found = fit_blend(count_transitions(log, "next"), log, lists, targets, free=WEIGHTS)
     assert [found.weights[name] for name in WEIGHTS] == pytest.approx(weights, abs=0.1)
 
 
+@pytest.mark.parametrize(("weight", "repeats"), [(1.0, True), (0.0, True), (1.0, False)])
+def test_own_or_next_is_kept_where_people_repeat_and_it_is_better(
+    log: InteractionLog, weight: float, repeats: bool
+) -> None:
+    weights = [0.6, 0.2, 0.3, 0.4, 0.5, 0.5, 0.2, -0.4, weight]
+    lists, targets = chosen_lists(weights, 400, log)
+    if not repeats:
+        lists = [one._replace(seen=np.zeros_like(one.seen)) for one in lists]
+    usual = fit_blend(count_transitions(log, "next"), log, lists, targets)
+    assert usual.weights[OWN_OR_NEXT] == 0
+    found = with_own_or_next(usual, log, lists, targets)
+    assert (found is usual) == (not weight or not repeats)
+    if found is not usual:
+        assert found.weights[OWN_OR_NEXT] == pytest.approx(weight, abs=0.2)
+
+
 def test_a_weight_that_is_not_free_stays(log: InteractionLog) -> None:
-    start = dict(zip(WEIGHTS, [0.6, 0.2, 0.3, 0.4, 0.5, 0.0, 0.1, 0.2], strict=True))
+    start = dict(zip(WEIGHTS, [0.6, 0.2, 0.3, 0.4, 0.5, 0.0, 0.1, 0.2, 0.3], strict=True))
     lists, targets = chosen_lists([*(start | {"seen": -1.5}).values()], 2000, log)
     found = fit_blend(
         count_transitions(log, "next"), log, lists, targets, start=start, free=("seen",)
     )
-    assert found.weights == pytest.approx(start | {"seen": -1.5}, abs=0.1)
+    assert found.weights == pytest.approx(start | {"seen": -1.5}, abs=0.2)
     assert {**found.weights, "seen": 0.0} == start
     assert fit_blend(found, log, [], [], start=start, free=("seen",)).weights == start
 
 
 def test_the_scale_of_a_term_changes_its_weight_alone(log: InteractionLog) -> None:
     """So few lists that the ridge decides much, and some of them shorter than others."""
-    lists, targets = chosen_lists([1.0, 0.4, 0.3, 0.4, 0.5, -1.5, 0.2, 0.1], 6, log)
+    lists, targets = chosen_lists([1.0, 0.4, 0.3, 0.4, 0.5, -1.5, 0.2, 0.1, 0.0], 6, log)
     own = [int(log.items[event]) for _, event in targets]
     lists[0] = ItemList(
         *(term[(np.arange(len(term)) < 3) | (lists[0].items == own[0])] for term in lists[0])
@@ -148,7 +173,7 @@ def test_the_scale_of_a_term_changes_its_weight_alone(log: InteractionLog) -> No
 
 def test_lists_without_the_next_item_say_nothing(log: InteractionLog) -> None:
     counted = count_transitions(log, "next")
-    lists, targets = chosen_lists([1.0, *[0.0] * 7], 5, log)
+    lists, targets = chosen_lists([1.0, *[0.0] * (len(WEIGHTS) - 1)], 5, log)
     own = [int(log.items[event]) for _, event in targets]
     lists = [
         ItemList(*(term[found.items != item] for term in found))
@@ -192,7 +217,9 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(
         assert np.array_equal(found.popularity, counted.popularity[found.items])
         assert np.array_equal(found.seen, np.isin(found.items, history))
         assert np.array_equal((found.seen, found.own_count, found.own_age), own.terms(found.items))
-        weights = (1.0, 2.0, 3.0, 4.0, 6.0, 5.0, 7.0, 8.0)
+        more = own_or_next(counted, own, found.items, history, found.items)
+        assert np.array_equal(found.own_or_next, more)
+        weights = (1.0, 2.0, 3.0, 4.0, 6.0, 5.0, 7.0, 8.0, 9.0)
         want: ScoreBlend = replace(counted, weights=dict(zip(WEIGHTS, weights, strict=True)))
         sums = (
             found.retrieval
@@ -202,6 +229,7 @@ def test_lists_hold_the_best_of_all_and_of_the_unseen_and_what_is_served(
             + 5 * found.seen
             + 7 * found.own_count
             + 8 * found.own_age
+            + 9 * found.own_or_next
         )
         sums += 6 * found.popularity
         np.testing.assert_allclose(found.scores(want), sums, rtol=1e-4)

@@ -69,9 +69,11 @@ def test_each_event_type_but_the_most_frequent_is_a_task() -> None:
     assert "'view'" in chosen.reason
     labels = make_labels(log, chosen.tasks)
     assert labels.served_tasks == [1, 2]
-    assert np.array_equal(labels.served[:, 1].numpy() > 0, log.actions == 3)
+    assert np.array_equal(labels.served[:, 1].numpy()[log.actions] > 0, log.actions == 3)
     # no order among them
-    assert np.array_equal(labels.auxiliary.numpy() > 0, log.actions[:, None] == np.arange(4))
+    assert np.array_equal(
+        labels.auxiliary.numpy()[log.actions] > 0, log.actions[:, None] == np.arange(4)
+    )
 
 
 def test_an_event_type_called_next_does_not_take_the_next_items_name() -> None:
