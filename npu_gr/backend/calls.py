@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from npu_gr.backend.tiles import Slab, Tiles, natural, rounded
+from npu_gr.backend.tiles import Slab, Tiles, natural, quantise, rounded, stored_slabs
 
 # a row of logits is normalised over all its columns, or over its valid edges only
 Over = Literal["row", "valid"]
@@ -98,7 +98,9 @@ class HstuCall(NamedTuple):
     # [rows, H, Dq]; hstu_causal: k and v are empty if `cached` already holds all p + n tokens
     k: Tensor
     v: Tensor  # [rows, H, Dv]
-    cached: Sequence[Slab | Tiles]  # slabs in token order; empty = nothing is cached
+    # slabs in token order; empty = nothing is cached. Slabs of int8 are rows with their scales
+    # (`tiles.quantise`), [m, H, D + 2].
+    cached: Sequence[Slab | Tiles]
     # int64 [tokens] unix seconds; the position of a token is its index, or as `window` says
     times: Tensor
     bias: BiasTables
@@ -130,6 +132,18 @@ class HstuCall(NamedTuple):
         cached = [(rounded(k).to(dtype), rounded(v).to(dtype)) for k, v in slabs]
         k, v = (rounded(self.k), rounded(self.v)) if is_causal else (self.k, self.v)
         return self._replace(cached=cached, k=k, v=v, stored=None)
+
+    def as_stored(self, *, is_causal: bool) -> HstuCall:
+        """Return the call for kernels that read slabs alone, of stored rows in int8 as they lie.
+
+        Args:
+            is_causal: As for `as_read`.
+        """
+        if self.stored != torch.int8:
+            return self._replace(cached=natural(self.cached))
+        new = (quantise(self.k), quantise(self.v)) if is_causal else (self.k, self.v)
+        cached = stored_slabs(self.cached)
+        return self._replace(cached=cached, k=new[0], v=new[1], stored=None)
 
     @property
     def is_plain(self) -> bool:

@@ -21,7 +21,6 @@ from torch import Tensor
 from npu_gr.backend.base import BEAM_OPS, HSTU
 from npu_gr.backend.calls import BeamCall, Choices, HstuCall, HstuShape, TopkCall
 from npu_gr.backend.streams import StreamedOps
-from npu_gr.backend.tiles import natural
 from npu_gr.core.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -49,31 +48,27 @@ class CUDABackend(StreamedOps):
         self.ops |= {"graphs": "cuda_graph"}
 
     def hstu_ways(self, shape: HstuShape) -> Sequence[str]:
-        same = shape.dtype == shape.kept_dtype and shape.has_plain_times
-        takes = self._hstu and same and self._hstu.takes_numbers(shape.dtype)
+        is_read = shape.kept_dtype in (shape.dtype, torch.int8) and shape.has_plain_times
+        takes = self._hstu and is_read and self._hstu.takes_numbers(shape.dtype)
         return ("triton", "torch") if takes else ("torch",)
 
     def beam_ways(self) -> Mapping[str, Sequence[str]]:
         return dict.fromkeys(BEAM_OPS, ("triton", "torch")) if self._triton else {}
 
     def hstu_causal(self, call: HstuCall) -> Tensor:
-        if (
-            self._uses(HSTU)
-            and call.is_plain
-            and self._hstu.takes(call.q, slabs := natural(call.cached))
-        ):
-            out: Tensor = self._hstu.causal(call, slabs)
-            return out
+        if self._uses(HSTU):
+            read = call.as_stored(is_causal=True)
+            if read.is_plain and self._hstu.takes(read.q, read.cached):
+                out: Tensor = self._hstu.causal(read, read.cached)
+                return out
         return super().hstu_causal(call)
 
     def hstu_targets(self, call: HstuCall) -> Tensor:
-        if (
-            self._uses(HSTU)
-            and call.is_plain
-            and self._hstu.takes(call.q, slabs := natural(call.cached))
-        ):
-            out: Tensor = self._hstu.targets(call, slabs)
-            return out
+        if self._uses(HSTU):
+            read = call.as_stored(is_causal=False)
+            if read.is_plain and self._hstu.takes(read.q, read.cached):
+                out: Tensor = self._hstu.targets(read, read.cached)
+                return out
         return super().hstu_targets(call)
 
     def beam_attention(self, call: BeamCall) -> Tensor:

@@ -164,5 +164,18 @@ def unpack(tiles: Tiles) -> tuple[Tensor, Tensor]:
 
 
 def natural(slabs: Sequence[Slab | Tiles]) -> list[Slab]:
-    """Unpack the tiles among the slabs, for ops that read slabs only."""
-    return [unpack(slab) if isinstance(slab, Tiles) else slab for slab in slabs]
+    """Unpack the tiles among the slabs, and widen stored rows, for ops that read numbers only."""
+    return [unpack(slab) if isinstance(slab, Tiles) else _wide(slab) for slab in slabs]
+
+
+def stored_slabs(slabs: Sequence[Slab | Tiles]) -> list[Slab]:
+    """Return slabs whose rows are int8 with their scales (`quantise`); stored ones as they lie."""
+    return [
+        slab if slab[0].dtype == torch.int8 else (quantise(slab[0]), quantise(slab[1]))
+        for slab in (unpack(one) if isinstance(one, Tiles) else one for one in slabs)
+    ]
+
+
+def _wide(slab: Slab) -> Slab:
+    k, v = slab
+    return (dequantise(k), dequantise(v)) if k.dtype == torch.int8 else slab

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from npu_gr.backend.calls import HstuCall
 from npu_gr.backend.cpu.library import ELEMENT, TILE_ELEMENT, Native, Scratch
-from npu_gr.backend.tiles import TILE_TOKENS, Slab, Tiles, empty, padded, unpack
+from npu_gr.backend.tiles import TILE_TOKENS, Slab, Tiles, empty, natural, padded
 
 
 class _Tiles(Structure):
@@ -183,7 +183,7 @@ class HstuKernels:
         self, slabs: Sequence[Slab | Tiles], begun: Tiles | None, dtype: torch.dtype
     ) -> Tiles:
         """Copy a partly filled tile, and pack the slabs behind it, into scratch tiles."""
-        rows = [unpack(s) if isinstance(s, Tiles) else s for s in slabs]
+        rows = natural(slabs)
         at = begun.num_tokens if begun else 0
         total = at + sum(len(k) for k, _ in rows)
         k, v = rows[0]

@@ -4,6 +4,9 @@ Without a softmax the sum over keys can be split anywhere. Each slab (a run of c
 one launch, and is split further into parts if the row blocks alone do not fill the device. Every
 part has its own fp32 sums, which are added in order, so equal inputs give equal bits.
 
+Pages in int8 are read as they lie: a program widens the keys and values of a step as it loads them,
+to the numbers that `tiles.dequantise` says, in the dtype of the queries.
+
 The bias is that of `base.time_bucket` and the distance, from fp32 tables that are made once a
 layer. The steps of a program are of three kinds, in this order:
 
@@ -34,7 +37,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from npu_gr.backend.base import TIME_BUCKETS
 from npu_gr.backend.calls import BiasTables, HstuCall
-from npu_gr.backend.tiles import Slab
+from npu_gr.backend.tiles import Slab, scale_bytes
 
 # size of one step of a program
 ROWS = 64
@@ -186,11 +189,44 @@ def _least(bucket):
 
 
 @triton.jit
+def _rows(at, row, lane, inside, numbers, width: tl.constexpr, masked: tl.constexpr):
+    """Load rows of keys or values, also of int8 with a bf16 scale behind the numbers of each row.
+
+    Args:
+        at: The first row.
+        row: Stride of rows.
+        lane: Index of each row.
+        inside: Whether each row exists; read if `masked`.
+        numbers: [1, width padded], the columns.
+        width: Numbers of a row.
+        masked: Rows that do not exist are zeros.
+    """
+    # a slab has less than 2^31 numbers (`takes`)
+    offset = at + (lane[:, None] * row + numbers)
+    if masked:
+        found = tl.load(offset, mask=inside[:, None] & (numbers < width), other=0.0)
+    else:
+        found = tl.load(offset, mask=numbers < width, other=0.0)
+    if at.dtype.element_ty == tl.int8:
+        behind = at + (lane * row + width)
+        if masked:
+            low = tl.load(behind, mask=inside, other=0)
+            high = tl.load(behind + 1, mask=inside, other=0)
+        else:
+            low = tl.load(behind)
+            high = tl.load(behind + 1)
+        bits = (high.to(tl.int32) << 24) | ((low.to(tl.int32) & 255) << 16)
+        found = found.to(tl.float32) * bits.to(tl.float32, bitcast=True)[:, None]
+    return found
+
+
+@triton.jit
 def _attend_keys(
     acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_time, key_times,
     bounds, first_second, last_second,
     by_time, by_distance,
-    buckets, alpha, in_qk, in_v, qk, vd, corner,
+    buckets, alpha, qk, vd, corner,
+    qk_dim: tl.constexpr, v_dim: tl.constexpr,
     kind: tl.constexpr, targets: tl.constexpr, rows: tl.constexpr, keys: tl.constexpr,
     precision: tl.constexpr,
     how: tl.constexpr,
@@ -200,16 +236,15 @@ def _attend_keys(
     lane = tl.arange(0, keys)
     at = start + lane
     in_keys = at < num_keys
-    # a slab has less than 2^31 numbers (`takes`); the offsets of a step's rows never change
-    key_offset = k + start * k_row + (lane[:, None] * k_row + qk[None, :])
-    value_offset = v + start * v_row + (lane[:, None] * v_row + vd[None, :])
+    # the offsets of a step's rows never change
+    masked: tl.constexpr = kind >= _EDGE
+    key = _rows(k + start * k_row, k_row, lane, in_keys, qk[None, :], qk_dim, masked)
+    key = key.to(queries.dtype)
+    value = _rows(v + start * v_row, v_row, lane, in_keys, vd[None, :], v_dim, masked)
+    value = value.to(queries.dtype)
     if kind >= _EDGE:
-        key = tl.load(key_offset, mask=in_keys[:, None] & in_qk, other=0.0)
-        value = tl.load(value_offset, mask=in_keys[:, None] & in_v, other=0.0)
         key_time = tl.load(key_times + first_key + at, mask=in_keys, other=0)[None, :]
     else:
-        key = tl.load(key_offset, mask=in_qk, other=0.0)
-        value = tl.load(value_offset, mask=in_v, other=0.0)
         key_time = tl.load(key_times + first_key + at)[None, :]
     key_at = (first_key + at)[None, :]
     y = tl.dot(queries, tl.trans(key), input_precision=precision) * alpha
@@ -364,7 +399,7 @@ def attend_part(
             acc = _attend_keys(
                 acc, queries, start, k, k_row, v, v_row, num_keys, first_key, row_at, row_clock,
                 key_clock, bounds, first_second, last_second, by_time,
-                by_distance, buckets, alpha, in_qk, in_v, qk, vd, corner,
+                by_distance, buckets, alpha, qk, vd, corner, qk_dim, v_dim,
                 kind, targets, rows, keys, precision, how,
             )  # fmt: skip
     into = ((first_part + part) * num_rows + row[:, None]).to(tl.int64) * heads + head
@@ -478,10 +513,10 @@ class Attention(threading.local):
         self._tables = WeakIdKeyDictionary()
 
     def takes(self, q: Tensor, slabs: Sequence[Slab]) -> bool:
-        """Return whether the kernel supports slabs: one dtype, not fp64, < `MAX_NUMBERS` apart."""
+        """Return whether the kernel supports slabs: q's dtype or int8, < `MAX_NUMBERS` apart."""
         planes = [plane for slab in slabs for plane in slab]
         same = all(
-            plane.dtype == q.dtype and len(plane) * plane.stride(0) < MAX_NUMBERS
+            plane.dtype in (q.dtype, torch.int8) and len(plane) * plane.stride(0) < MAX_NUMBERS
             for plane in planes
         )
         return same and self.takes_numbers(q.dtype)
@@ -491,7 +526,10 @@ class Attention(threading.local):
         return dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     def causal(self, call: HstuCall, past: Sequence[Slab]) -> Tensor:
-        """Compute `Backend.hstu_causal`; `past` is `call.cached` without tiles."""
+        """Compute `Backend.hstu_causal`; `past` is `call.cached` without tiles.
+
+        In int8 all rows are stored ones: see `HstuCall.as_stored`.
+        """
         return self._attend(call, None, [*past, (call.k, call.v)], len(call.times) - len(call.q))
 
     def targets(self, call: HstuCall, history: Sequence[Slab]) -> Tensor:
@@ -510,7 +548,7 @@ class Attention(threading.local):
             first_row: Position of the first row.
         """
         num_rows, heads, qk_dim = call.q.shape
-        v_dim = call.v.shape[2]
+        v_dim = call.v.shape[2] - scale_bytes(call.v.dtype)
         out = call.q.new_empty(num_rows, heads, v_dim)
         if not num_rows:
             return out
@@ -524,7 +562,7 @@ class Attention(threading.local):
         own_k, own_v = (_unit_stride(x) for x in own) if own else (q, q)
         blocks = -(-num_rows // rows)
         # an empty slab if there are no keys, because each candidate sees itself
-        held = [slab for slab in slabs if len(slab[0])] or [(call.k[:0], call.v[:0])]
+        held = [slab for slab in slabs if len(slab[0])] or [(q[:0], call.v[:0])]
         cut = [
             _Part(slab, *_parts(self.programs, blocks * heads, len(slab[0]), keys)) for slab in held
         ]

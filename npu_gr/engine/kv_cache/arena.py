@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from npu_gr.backend.calls import PagedKV
-from npu_gr.backend.tiles import TILE_TOKENS, Tiles, dequantise, pack, quantise
+from npu_gr.backend.tiles import TILE_TOKENS, Tiles, pack, quantise
 from npu_gr.backend.torch_ops import PlainOps
 from npu_gr.engine.kv_cache.pages import KVLayout, PageRun
 
@@ -99,6 +99,8 @@ class KVArena:
     def slabs(self, layer: int, runs: Sequence[PageRun], num_tokens: int) -> Sequence[Slab | Tiles]:
         """Return views of the first `num_tokens` tokens of a layer: slabs, or tiles.
 
+        Slabs of int8 are rows as they are stored, see `tiles.quantise`.
+
         Args:
             layer: index of the layer.
             runs: pages in token order.
@@ -128,8 +130,7 @@ class KVArena:
             num_tokens: Number of tokens to read.
 
         Returns:
-            One (k [m, H, Dq], v [m, H, Dv]) for each run; their m add up to `num_tokens`. Of int8
-            they are copies, in fp32.
+            One (k [m, H, Dq], v [m, H, Dv]) for each run; their m add up to `num_tokens`.
         """
         assert self.layout.arrangement == "natural"
         slabs = []
@@ -137,8 +138,7 @@ class KVArena:
             if num_tokens <= 0:
                 break
             k, v = self._slab(layer, run)
-            held = k[:num_tokens], v[:num_tokens]
-            slabs.append((dequantise(held[0]), dequantise(held[1])) if self._is_int8 else held)
+            slabs.append((k[:num_tokens], v[:num_tokens]))
             num_tokens -= len(k)
         return slabs
 

@@ -62,6 +62,9 @@ def hstu() -> None:
         q[70:], k[70:], v[70:], slabs, times[:70], bias, 0.3, int(times[:70].max()) + 5
     )
     close(attention.targets(shown, shown.cached), REFERENCE.hstu_targets(shown))
+    rounded = shown._replace(stored=torch.int8)
+    stored = rounded.as_stored(is_causal=False)
+    close(attention.targets(stored, stored.cached), REFERENCE.hstu_targets(rounded))
     bias.position.add_(1.0)
     close(attention.targets(shown, shown.cached), REFERENCE.hstu_targets(shown))
 

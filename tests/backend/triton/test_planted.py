@@ -73,6 +73,8 @@ FAULTS = (
         "far = tl.minimum(clear, before - buckets + 2)",
         "far = tl.minimum(clear, before - buckets + 3 + keys)",
     ),
+    Fault("hstu.py", "half of a scale", "(low.to(tl.int32) & 255) << 16", "0"),
+    Fault("hstu.py", "the scale of the row before", "at + (lane * row + width)", "at + width"),
     Fault("hstu.py", "the diagonal unseen", "(key_at <= row_at)", "(key_at < row_at)"),
     Fault(
         "hstu.py",

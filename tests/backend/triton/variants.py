@@ -97,6 +97,13 @@ def variants(
     yield _of(topk.choices_kernel, "fp32", {"edges": topk.EDGES, "lanes": 256})
 
 
+def of_int8(limits: hstu.DeviceLimits) -> Iterator[Variant]:
+    """The attention over pages in int8, in bf16: history rows, then candidates."""
+    for targets in (False, True):
+        plain = _hstu("cuda", limits, "bf16", targets=targets, whole=True)
+        yield plain._replace(types=plain.types | {"k": "*i8", "v": "*i8"})
+
+
 def _hstu(on: str, limits: hstu.DeviceLimits, x: str, *, targets: bool, whole: bool) -> Variant:
     dtype = torch.bfloat16 if x == "bf16" else torch.float32
     is_npu = on == "npu"
