@@ -1,7 +1,7 @@
 """`python -m benchmarks long`: prefixes that take less memory: of an attention window, of int8.
 
     window     a semi-local ranker's prefix at any length of history
-    full       the same ranker with full attention beside it, up to 16,384 events
+    full       the same ranker with full attention next to it, up to 16,384 events
     int8       keys and values in int8 against bfloat16: memory and time
     quality    and their scores, of a ranker that it trains (some minutes)
     attention  what a window costs in quality: three rankers that it trains (some minutes)

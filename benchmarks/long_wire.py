@@ -95,9 +95,9 @@ async def _times(
         async def post(path: str, body: dict[str, Any]) -> tuple[dict[str, Any], float]:
             began_at = time.process_time()
             answer = await client.post(f"/v1/{path}", json=body)
-            told = await answer.json()
-            assert answer.status < 300, told
-            return told, time.process_time() - began_at
+            answered = await answer.json()
+            assert answer.status < 300, answered
+            return answered, time.process_time() - began_at
 
         counts = {}
         for end in ends:
@@ -118,10 +118,10 @@ async def _times(
                 _, signal_s = await post("signal", _body(user))
                 candidates = random.permutation(SHAPE.num_items)[:100].tolist()
                 asked = _body(user, candidates=candidates, timestamp=LATER_S + counts[end])
-                told, _ = await post("rank", asked)  # may wait for the signal's prefill
+                answered, _ = await post("rank", asked)  # may wait for the signal's prefill
                 again, rank_s = await post("rank", asked)
                 assert again["outcome"] == "hbm_hit", again["outcome"]
-                assert told["scores"] == again["scores"]
+                assert answered["scores"] == again["scores"]
                 if round_ > 1:
                     for kind, seconds in (
                         ("append of one event", append_s), ("signal", signal_s), ("rank", rank_s),

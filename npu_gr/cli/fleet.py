@@ -24,7 +24,7 @@ _RELOADS = {
     "catalog": "/v1/catalog/reload",
     "match": "/v1/match/reload",
 }
-_ROLLBACKS = {what: path.replace("/reload", "/rollback") for what, path in _RELOADS.items()}
+ROLLBACKS = {what: path.replace("/reload", "/rollback") for what, path in _RELOADS.items()}
 _ROUTER = click.option(
     "--config", "config_path", required=True, type=FILE, help="YAML configuration of the router."
 )
@@ -77,14 +77,14 @@ def reload(what: str, config_path: Path, overrides: tuple[str, ...], api_key: st
 
 
 @fleet.command(short_help="Roll back models, catalogue or vectors at every instance.")
-@click.argument("what", type=click.Choice(list(_ROLLBACKS)))
+@click.argument("what", type=click.Choice(list(ROLLBACKS)))
 @_shared
 def rollback(what: str, config_path: Path, overrides: tuple[str, ...], api_key: str | None) -> None:
     """Serve the previous version of the models, the catalogue or the vectors at every instance.
 
     A second rollback undoes the first, so do not repeat it for an instance that has done it.
     """
-    _change_all(config_path, overrides, api_key, "POST", _ROLLBACKS[what])
+    _change_all(config_path, overrides, api_key, "POST", ROLLBACKS[what])
 
 
 def _change_all(

@@ -21,6 +21,7 @@ from npu_gr.cli.options import CALLING_TLS
 from npu_gr.cli.prepare import prepare
 from npu_gr.cli.replay import record, replay
 from npu_gr.cli.serve import check_config, config, route, serve
+from npu_gr.cli.rollback import rollback
 from npu_gr.cli.shadow import shadow
 from npu_gr.cli.shard import shard
 from npu_gr.cli.simulate import plan, simulate
@@ -111,7 +112,7 @@ def main(log_level: str, **calling: str | None) -> None:
 
 
 for _command in (
-    *(demo, prepare, train, serve, nightly, delta, shadow, shard, load, evaluate),
+    *(demo, prepare, train, serve, nightly, rollback, delta, shadow, shard, load, evaluate),
     *(check_config, config, keys, doctor, dashboards, calibrate, import_),
     *(route, fleet, kafka_ingest, store, erase_check, record, replay, simulate, plan, build_ops),
 ):

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from npu_gr.cli.data import load
-from npu_gr.cli.options import API_KEY, FILE, load_config, run_async, wide_console
+from npu_gr.cli.options import API_KEY, FILE, SET, load_config, run_async, wide_console
 from npu_gr.cli.train import BELOW_BASELINE, NOT_LOADED, TENSORBOARD, THREADS
 from npu_gr.core.errors import NpuGrError
 
@@ -23,6 +23,7 @@ from npu_gr.core.errors import NpuGrError
 @click.option(
     "--anew", is_flag=True, help="Train from random weights, not on from the models in service."
 )
+@SET
 @API_KEY
 @THREADS
 @TENSORBOARD
@@ -34,6 +35,7 @@ def nightly(
     force: bool,
     undo: bool,
     anew: bool,
+    overrides: tuple[str, ...],
     api_key: str | None,
     threads: int,
     tensorboard: Path | None,
@@ -41,10 +43,11 @@ def nightly(
     """Add LOGS to the dataset of SITE, train its models again, and serve them if they are no worse.
 
     SITE is a folder of npu-gr train all; LOGS are files, folders or patterns, as for npu-gr prepare
-    --add-to. The running instance of SITE/serve.yaml reloads, and gets the new events. The three
-    versions before stay in SITE/versions. After an interruption, repeat the command. Exit code: 0 =
-    the new models are in place, 2 = failed, nothing changed, 3 = in place, but the instance did not
-    reload or the events were not loaded, 4 = rejected, because they are worse.
+    --add-to. The running instance of SITE/serve.yaml reloads, and gets the new events; give the
+    same --set as npu-gr serve has. The three versions before stay in SITE/versions. After an
+    interruption, repeat the command. Exit code: 0 = the new models are in place, 2 = failed,
+    nothing changed, 3 = in place, but the instance did not reload or the events were not loaded,
+    4 = rejected, because they are worse.
     """
     from npu_gr.dataset.files import read_dataset
     from npu_gr.tools.nightly import Worse, reload, restore
@@ -67,7 +70,7 @@ def nightly(
         data = Path(report.dataset)
         if report.verdict is not None:
             click.echo(report.verdict.text)
-    config = load_config(site / SERVE, ())
+    config = load_config(site / SERVE, overrides)
     try:
         run_async(lambda: reload(config.server, api_key, console))
         if data is not None:
@@ -76,7 +79,12 @@ def nightly(
             if files != []:
                 config_path = site / SERVE
                 context.invoke(
-                    load, config_path=config_path, log=data, api_key=api_key, files=files
+                    load,
+                    config_path=config_path,
+                    overrides=overrides,
+                    log=data,
+                    api_key=api_key,
+                    files=files,
                 )
                 note_loaded(site, config.history_store, event_files)
     except (NpuGrError, OSError, click.ClickException) as error:

@@ -90,6 +90,24 @@ async def call_shadow(
     return msgspec.convert(found, ShadowInfo)
 
 
+async def call_rollback(url: str, api_key: str | None, path: str) -> dict[str, str]:
+    """Let an instance serve the version before; return the version of each thing that serves now.
+
+    Args:
+        url: Admin address of the instance.
+        api_key: Sent as a bearer token.
+        path: Route of the rollback.
+
+    Raises:
+        Unavailable: the instance rejects the rollback or does not answer.
+    """
+    async with _session(url, api_key, RELOAD_S) as http:
+        found = await _call(http, "POST", path=path.lstrip("/"))
+    if "models" not in found:
+        return {path.split("/")[2]: found["version"]}
+    return {one["name"]: one["version"] for one in found["models"] if not one["is_draining"]}
+
+
 async def _call(
     http: aiohttp.ClientSession, method: str, body: object = None, path: str = "debug/record"
 ) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def test_json_is_explained_everywhere() -> None:
 
 
 def test_there_are_few_commands() -> None:
-    assert sum(not isinstance(one, click.Group) for one in ALL.values()) <= 41
+    assert sum(not isinstance(one, click.Group) for one in ALL.values()) <= 42
 
 
 @pytest.mark.parametrize("name", GONE)

@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 from aiohttp.test_utils import TestClient
 
+from npu_gr.cli.fleet import ROLLBACKS
+from npu_gr.core.errors import Unavailable
 from npu_gr.core.history import UserKey
 from npu_gr.core.memory import HostMemory
 from npu_gr.engine.kv_cache.pages import PageRun
+from npu_gr.replay.remote import call_rollback
 from npu_gr.vector_search.vectors import save
 from tests.server.test_generate_over_http import generate
 from tests.service.test_reload import File, Traffic, gone, history
@@ -71,6 +74,22 @@ async def test_while_it_drains_the_old_version_is_back_at_once(tmp_path: Path) -
         await asyncio.gather(*load)
         # the setting of the file is served again by a reload, once nothing drains
         assert "still drains" in (await change(client, "reload", 503))["detail"]
+
+
+async def test_the_command_names_what_serves_then(tmp_path: Path) -> None:
+    file = File(tmp_path)
+    new, old = file.add("new", 2), file.add("old", 1)
+    file.use("old", **SLOW)
+    async with serving(tmp_path, read=file.read, **file.sections) as (client, _):
+        url = str(client.make_url(""))
+        with pytest.raises(Unavailable, match="answered 422: .*rollback"):
+            await call_rollback(url, None, ROLLBACKS["models"])
+        file.use("new", **SLOW)
+        await change(client, "reload")
+        assert list((await call_rollback(url, None, ROLLBACKS["models"])).values()) == [old]
+        assert list((await call_rollback(url, None, ROLLBACKS["models"])).values()) == [new]
+    with pytest.raises(Unavailable, match="does not answer"):
+        await call_rollback(url, None, ROLLBACKS["models"])
 
 
 async def test_an_erasure_after_a_rollback_overwrites(tmp_path: Path) -> None:
