@@ -206,7 +206,7 @@ def test_rules_alerts_runbooks_and_panels(kind: Kind[Any, Any]) -> None:
     selector = f'kind="{kind.name}"'
     assert any(selector in rule["expr"] for rule in flat if "record" in rule)
     alerts = [rule for rule in flat if rule.get("alert", "").startswith(f"NpuGr{kind.title}")]
-    assert {rule["annotations"]["runbook_url"] for rule in alerts} == {
+    assert {rule["annotations"]["runbook_url"] for rule in alerts} >= {
         f"docs/runbooks/{kind.name}-latency.md",
         f"docs/runbooks/{kind.name}-availability.md",
     }

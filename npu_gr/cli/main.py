@@ -20,8 +20,8 @@ from npu_gr.cli.nightly import nightly
 from npu_gr.cli.options import CALLING_TLS
 from npu_gr.cli.prepare import prepare
 from npu_gr.cli.replay import record, replay
-from npu_gr.cli.serve import check_config, config, route, serve
 from npu_gr.cli.rollback import rollback
+from npu_gr.cli.serve import check_config, config, route, serve
 from npu_gr.cli.shadow import shadow
 from npu_gr.cli.shard import shard
 from npu_gr.cli.simulate import plan, simulate

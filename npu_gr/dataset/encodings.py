@@ -27,6 +27,7 @@ _SAMPLE_BYTES = 4 << 20
 _ASCII = bytes(range(128))
 _PAIRS = re.compile(rb"(?:[\x81-\xfe][\xa1-\xfe])+")
 _MOST_IN_PAIRS = 0.8  # share of the bytes that are no ASCII; accented letters stand alone
+_LEAST_LINES = 3  # with pairs; fewer are damaged rows, which are rejected one by one
 # a letter with an accent next to an ASCII letter, as texts of European languages have them
 _ACCENTED = re.compile(
     rb"[A-Za-z][\xc0-\xd6\xd8-\xf6\xf8-\xfc]|[\xc0-\xd6\xd8-\xf6\xf8-\xfc][A-Za-z]"
@@ -57,7 +58,9 @@ def guess(path: Path) -> str:
     if in_pairs > _MOST_IN_PAIRS * len(sample.translate(None, _ASCII)):
         if _decodes(sample, CHINESE) and _names_a_column(sample):
             return CHINESE
-        if found := [name for name in (CHINESE, *_OF_EAST_ASIA) if _decodes(sample, name)]:
+        num_lines = sum(_PAIRS.search(line) is not None for line in sample.split(b"\n"))
+        found = [name for name in (CHINESE, *_OF_EAST_ASIA) if _decodes(sample, name)]
+        if found and num_lines >= _LEAST_LINES:
             raise DataError(
                 f"{path}: not UTF-8, and its letters do not say which encoding it has; give "
                 f"{' or '.join(f'--encoding {name}' for name in found)}"

@@ -20,6 +20,7 @@ from npu_gr.dataset.lines import parse, read_lines
 DELIMITERS = ",;\t|"
 _LINES = 200  # of which the usual number of cells is seen
 _MOST_TITLES = 30
+_LONG_BYTES = 1 << 14  # of a line: its cells take far more memory than its bytes
 _LEAST_CELLS = 3  # of rows below titles: with fewer, a title may be a header without a cell
 _SEP = re.compile(r'"?sep=(.)"?[,;\t ]*', re.IGNORECASE)
 _VALUE = re.compile(r"[+-]?[\d.,]+|\d{1,4}[-/.]\d{1,2}[-/.]\d{1,4}.*")  # a number or a date
@@ -43,7 +44,7 @@ def find_header(path: Path, delimiter: str = "") -> Header:
     Raises:
         DataError: the file is empty, or no line can name columns.
     """
-    raw = list(islice(chain.from_iterable(read_lines(path)), _LINES))
+    raw = _first_lines(path)
     if not raw:
         raise DataError(f"{path}: the file is empty")
     lines = [line.decode(errors="replace") for line in raw]
@@ -69,8 +70,20 @@ def find_header(path: Path, delimiter: str = "") -> Header:
     return Header([cell.strip() for cell in cells], delimiter, number)
 
 
+def _first_lines(path: Path) -> list[bytes]:
+    """Read up to `_LINES` lines, up to a long one; only the first may be one itself."""
+    found: list[bytes] = []
+    for line in islice(chain.from_iterable(read_lines(path)), _LINES):
+        if len(line) > _LONG_BYTES:
+            return found or [line]
+        found.append(line)
+    return found
+
+
 def _below_titles(lines: Sequence[str], delimiters: str) -> Header | None:
     """Find a header below rows of titles; None = the first line is one, or nothing is sure."""
+    if len(lines) < 2:
+        return None
     shapes = []
     for delimiter in delimiters:
         rows = [_cells(line, delimiter) for line in lines]

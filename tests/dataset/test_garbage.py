@@ -311,6 +311,7 @@ ODD = st.lists(
 @example(content=b"\r\0", header=b"user_id,item_id\n", packed="")
 @example(content=b"\r\n", header=b"user_id,item_id\n", packed=".gz")  # two empty lines
 @example(content=b"a,b\n\rc,d", header=b"", packed=".zst")
+@example(content=b"\x81\xa1", header=b"user_id,item_id\n", packed="")  # not a file in GBK
 def test_any_bytes_are_a_log_or_are_rejected(
     content: bytes, header: bytes, packed: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

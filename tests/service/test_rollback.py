@@ -82,7 +82,7 @@ async def test_the_command_names_what_serves_then(tmp_path: Path) -> None:
     file.use("old", **SLOW)
     async with serving(tmp_path, read=file.read, **file.sections) as (client, _):
         url = str(client.make_url(""))
-        with pytest.raises(Unavailable, match="answered 422: .*rollback"):
+        with pytest.raises(Unavailable, match=r"answered 422: .*rollback"):
             await call_rollback(url, None, ROLLBACKS["models"])
         file.use("new", **SLOW)
         await change(client, "reload")
