@@ -481,9 +481,20 @@ class RankEngine(PageJobs):
             Logits [c, tasks] for each request; [c, tasks + 1] with the retrieval scores if the
             request has a vector.
         """
+        found = self._forward(passes)
+        for work, scores in zip(passes, found, strict=True):
+            self._add_shown(work.tokens, work.candidates, scores)
+        return found
+
+    def _add_shown(self, tokens: Tokens, candidates: I64, scores: F32) -> None:
+        """Add the term of shown items to the logits [c, ...], in place, if the model has one."""
+        if (term := self.weights.shown) is not None and len(candidates):
+            scores[:, term.task] += term(tokens.rows, candidates)
+
+    def _forward(self, passes: Sequence[RankPass]) -> list[F32]:
         if len({work.is_unrounded for work in passes}) > 1:  # one call has one arithmetic
-            return [scores for work in passes for scores in self.forward([work])]
-        passes = _last_steps(passes, self.arena.layout.prefix, self.forward)
+            return [scores for work in passes for scores in self._forward([work])]
+        passes = _last_steps(passes, self.arena.layout.prefix, self._forward)
         scores = self._at_once(passes, is_next=False)
         if scores is not None:
             for place, p in enumerate(passes):
@@ -563,6 +574,7 @@ class RankEngine(PageJobs):
             answer = NextItems(own, u)
             if count:
                 part = slice(end, end := end + count)
+                self._add_shown(work.history.tokens, own[:count], found.logits[part])
                 scores = RankScores(found.logits[part], found.products[part])
                 answer = NextItems(own, u, own[:count], scores, work.history.features)
             answers.append(answer)

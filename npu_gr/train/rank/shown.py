@@ -139,7 +139,7 @@ def shown_loss(
     rows = encoded.rows(
         candidates, some, inputs.request(moments), inputs.cross_of(moments, candidates)
     )
-    logits = model.task_logits(rows)[..., task]
+    logits = model.task_logits(rows)[..., task] + inputs.shown_term(moments, candidates)
     logits = logits + BIAS_SCALE * biases((places + 1).clamp(0, MAX_POSITION + 1))[..., 0]
     labels = torch.zeros_like(logits)
     labels[..., 0] = 1
@@ -196,6 +196,11 @@ def shown_logits(
         for row, place in enumerate(places):
             own = slice(begin[place], begin[place] + counts[place])
             found[own] = logits[row, : counts[place]]
+    for column, task in enumerate(tasks):
+        if model.config.tasks[task] == model.config.shown_task:
+            found[:, column] += inputs.shown_term(
+                torch.from_numpy(events), torch.from_numpy(candidates)[:, None]
+            )[:, 0].numpy()
     return found
 
 
