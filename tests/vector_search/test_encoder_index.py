@@ -66,6 +66,7 @@ class Rig:
         for mine, best, own in zip(found, want, SEEN, strict=True):
             assert len(np.intersect1d(mine, best)) >= 0.98 * K
             assert not np.isin(mine, own).any()
+            assert len(np.unique(mine)) == K
             assert np.array_equal(mine[np.isin(mine, best)], best[np.isin(best, mine)])
 
     def delta(self, rows: I64, vectors: torch.Tensor) -> None:
@@ -103,6 +104,8 @@ def test_a_delta_leaves_no_old_vector_and_a_new_item_comes_with_its_row(rig: Rig
     assert set(rig.found()[:5]) == set(low)
     assert not np.isin(best, rig.found()).any()
     assert set(rig.found(low[:2])[:3]) == set(low[2:])
+    still_best = np.sort(rig.found()[5:10])
+    rig.delta(still_best, 1.01 * rig.engine.weights.table()[still_best])
     rig.check()
     new = np.array([NUM, NUM + 2])
     rig.engine.weights.write_items(new, new_items(2))
