@@ -194,7 +194,7 @@ async def open_ranking(
     if serving is not None:
         engine.copy_bytes_per_s = serving.engine.copy_bytes_per_s
     if config.recommend is not None and config.recommend.index == "ivf" and shape.retrieval:
-        engine.search = EncoderIndex(engine).search  # after the warm-up, whose u are nobody's
+        engine.search = EncoderIndex(engine).search  # after the warm-up, whose u are of no user
     scored = ScoredItems(engine, vocabulary)
     model = ModelInfo(
         name=checkpoint.name,
