@@ -74,8 +74,8 @@ class EncoderIndex:
     def search(self, vectors: Tensor, k: int, hidden: Sequence[I64], num_rows: int) -> I64 | None:
         """Find items; see `ApproximateSearch`.
 
-        The search is exact if there is no index, if most items are hidden, or if the lists that are
-        read have too few items.
+        The search is exact if there is no index, if most items are hidden, if the lists that are
+        read have too few items, and for a u of zeros (head `dot` without events): all scores tie.
         """
         serving, table = self._learn(vectors), self._table()
         if serving is None:
@@ -83,9 +83,9 @@ class EncoderIndex:
         new, new_items = np.arange(self._num_items, num_rows), table[self._num_items : num_rows]
         found = np.full((len(vectors), k), -1)
         for place, own in enumerate(hidden):
-            if 2 * len(own) > num_rows:
-                return None
             u = vectors[place : place + 1]
+            if 2 * len(own) > num_rows or not u.any():
+                return None
             near = serving.index.without(own[own < self._num_items]).search(u, k).items[0].numpy()
             changed = self._exactly(u, k, own, serving.changed, serving.items)
             rows = [near[near >= 0], changed, self._exactly(u, k, own, new, new_items)]
@@ -109,7 +109,7 @@ class EncoderIndex:
     def _learn(self, vectors: Tensor) -> _Serving | None:
         """Keep u [B, d], begin to build if it is time, and return what is searched."""
         with self._lock:
-            self._users.extend(vectors.numpy().copy())
+            self._users.extend(vectors[vectors.any(1)].numpy())  # copies
             serving = self._serving
             is_old = serving is None or len(serving.changed) > AGAIN * self._num_items
             if is_old and self._builder is None and len(self._users) == NUM_USERS:

@@ -89,6 +89,7 @@ def test_it_is_exact_until_users_are_known_and_then_finds_the_best(rig: Rig) -> 
     assert rig.search(USERS[:1], [NOTHING]) is None
     rig.serve(USERS[:1])
     rig.check()
+    assert rig.search(torch.zeros(1, 32), [NOTHING]) is None
     near = rig.index._serving
     assert near is not None
     assert near.index.num_probes < near.index.num_lists
