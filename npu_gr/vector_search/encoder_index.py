@@ -38,7 +38,7 @@ _NO_ROWS: I64 = np.empty(0, np.int64)
 
 
 class _Serving(NamedTuple):
-    index: IvfIndex  # without `changed`
+    near: IvfIndex  # without `changed`
     changed: I64  # [n] ascending rows of trained items
     items: Tensor  # [n, d] their vectors
 
@@ -86,10 +86,10 @@ class EncoderIndex:
             u = vectors[place : place + 1]
             if 2 * len(own) > num_rows or not u.any():
                 return None
-            near = serving.index.without(own[own < self._num_items]).search(u, k).items[0].numpy()
+            near = serving.near.without(own[own < self._num_items]).search(u, k).items[0].numpy()
             changed = self._exactly(u, k, own, serving.changed, serving.items)
-            rows = [near[near >= 0], changed, self._exactly(u, k, own, new, new_items)]
-            rows = np.concatenate(rows)
+            others = self._exactly(u, k, own, new, new_items)
+            rows = np.concatenate([near[near >= 0], changed, others])
             if len(rows) < k and len(rows) < num_rows - len(np.unique(own)):
                 return None
             scores = self._backend.item_products(u[0], table, torch.from_numpy(rows)).numpy()
@@ -104,7 +104,8 @@ class EncoderIndex:
         at = np.searchsorted(rows, hidden)
         at = np.unique(at[rows.take(at, mode="clip") == hidden])
         best = self._backend.best_items(u, items, k, Hidden.of([at])).items[0].numpy()
-        return rows[best[best >= 0]]
+        found: I64 = rows[best[best >= 0]]
+        return found
 
     def _learn(self, vectors: Tensor) -> _Serving | None:
         """Keep u [B, d], begin to build if it is time, and return what is searched."""
@@ -126,7 +127,7 @@ class EncoderIndex:
         with self._lock:
             self._written = np.union1d(self._written, rows)
             if (now := self._serving) is not None and len(rows):
-                self._serving = self._without(now.index, np.union1d(now.changed, rows))
+                self._serving = self._without(now.near, np.union1d(now.changed, rows))
 
     def _without(self, index: IvfIndex, changed: I64) -> _Serving | None:
         if len(changed) > MOST * self._num_items:

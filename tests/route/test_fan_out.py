@@ -6,6 +6,7 @@ import asyncio
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -131,7 +132,7 @@ async def test_a_delta_is_taken_by_every_instance(log: str, tmp_path: Path) -> N
             shared = {"deltas_stream": f"unix://{stack.enter_context(redis_path(tmp_path))}"}
         for name in ("i0", "i1", "i2"):
             folder = tmp_path / ("all" if log == "folder" else name)
-            sections = {
+            sections: dict[str, Any] = {
                 "models": {"deltas_from": str(folder), **shared},
                 "history_store": {"path": str(tmp_path / f"{name}.db")},
             }
@@ -141,7 +142,7 @@ async def test_a_delta_is_taken_by_every_instance(log: str, tmp_path: Path) -> N
             clients.append(client)
         fakes = [Fake(f"i{n}") for n in range(3)]
         for fake, client in zip(fakes, clients, strict=True):
-            fake.port = client.port
+            fake.port = client.port or 0
         table = table_of(fakes)
         await stack.enter_async_context(routing(lambda: from_table(table, RouterConfig)))
         http = await stack.enter_async_context(aiohttp.ClientSession())

@@ -732,6 +732,6 @@ async def test_an_approximate_index_takes_over_and_is_checked(
         metrics = service.parts.metrics.registry
         labels = {"index": "recommend"}
         checked = partial(metrics.get_sample_value, "npu_gr_match_checked_items_total", labels)
-        await until(lambda: checked() >= NUM)
+        await until(lambda: (checked() or 0) >= NUM)
         one = await recommend(client, allow_items=found[5:9], num_items=NUM, order="retrieval")
         assert one["items"] == found[5:9]

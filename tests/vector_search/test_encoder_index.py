@@ -13,12 +13,14 @@ import torch
 from npu_gr.backend.best_items import Hidden
 from npu_gr.core.arrays import I64
 from npu_gr.core.errors import ConfigError
+from npu_gr.engine.queue import SchedulerConfig
 from npu_gr.engine.rank_engine import RankEngine
-from npu_gr.engine.scheduler import Scheduler, SchedulerConfig
+from npu_gr.engine.scheduler import Scheduler
 from npu_gr.model.served_weights import Patch
 from npu_gr.model.weight_stamps import WeightStamps
 from npu_gr.vector_search import encoder_index
 from npu_gr.vector_search.encoder_index import NUM_USERS, EncoderIndex
+from npu_gr.vector_search.ivf import IvfIndex
 from tests.model.test_item_rows import CODES, new_items
 from tests.models import CPU, tiny_model
 
@@ -54,7 +56,8 @@ class Rig:
     def found(self, hidden: I64 = NOTHING) -> list[int]:
         rows = self.search(USERS[:1], [hidden])
         assert rows is not None
-        return rows[0].tolist()
+        found: list[int] = rows[0].tolist()
+        return found
 
     def check(self) -> None:
         """Almost all of the best are found, in the order of the exact search, and none hidden."""
@@ -90,9 +93,9 @@ def test_it_is_exact_until_users_are_known_and_then_finds_the_best(rig: Rig) -> 
     rig.serve(USERS[:1])
     rig.check()
     assert rig.search(torch.zeros(1, 32), [NOTHING]) is None
-    near = rig.index._serving
-    assert near is not None
-    assert near.index.num_probes < near.index.num_lists
+    serving = rig.index._serving
+    assert serving is not None
+    assert serving.near.num_probes < serving.near.num_lists
     assert rig.search(USERS[:2], [NOTHING, np.arange(NUM // 2 + 1)]) is None  # most is hidden
     assert rig.search(USERS[:1], [NOTHING], NUM) is None  # more than the lists have
 
@@ -119,7 +122,7 @@ def test_a_delta_leaves_no_old_vector_and_a_new_item_comes_with_its_row(rig: Rig
 
 
 def test_after_many_changes_it_is_built_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, whole = threading.Event(), encoder_index.IvfIndex
+    go = threading.Event()
 
     def change(num: int) -> None:
         rows = np.sort(RANDOM.choice(NUM, num, replace=False))
@@ -128,7 +131,7 @@ def test_after_many_changes_it_is_built_again(rig: Rig, monkeypatch: pytest.Monk
     def interrupted(*arguments: Any) -> Any:
         go.wait(10)
         go.clear()
-        made = whole(*arguments)
+        made = IvfIndex(*arguments)
         change(20)  # while the index is built
         return made
 
