@@ -90,7 +90,7 @@ class DeltaError(DataError):
 class AppliedAlready(DeltaError):
     """The very same delta was added before."""
 
-    def __init__(self, message: str, sequence: int) -> None:
+    def __init__(self, message: str, sequence: int = 0) -> None:
         super().__init__(message)
         self.sequence = sequence
 
