@@ -13,6 +13,7 @@ tensors.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,9 +41,16 @@ from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HostTokens, Past, Segment
+from npu_gr.model.shown_term import ShownTerm
 
 FOUND = 200  # items to find in the warm-up
+SMOOTHING = 0.1  # weight of the newest search in the estimated time of one
 _NO_ROWS: I64 = np.empty(0, np.int64)
+ApproximateSearch = Callable[[torch.Tensor, int, Sequence[I64], int], I64 | None]
+"""Finds most of the best items, with u [B, d], of the rows below a number, but hidden ones [B].
+
+Returns item rows [B, k], best first, ties by the lower row, -1 where there are no more; None =
+search exactly. The hidden rows come in any order, with or without repeats."""
 
 
 class LateFeatures(NamedTuple):
@@ -332,6 +340,7 @@ class RankEngine(PageJobs):
         self.find_s = 0.0
         # Rows that `find` searches: trained items, and spare rows that have been used.
         self.num_rows = model.config.num_items
+        self.search: ApproximateSearch | None = None  # None = every search is exact
         self._batches = _Batches(model, arena)
         self.weights = DeviceWeights(model, backend)
 
@@ -481,27 +490,16 @@ class RankEngine(PageJobs):
             Logits [c, tasks] for each request; [c, tasks + 1] with the retrieval scores if the
             request has a vector.
         """
-        found = self._forward(passes)
-        for work, scores in zip(passes, found, strict=True):
-            self._add_shown(work.tokens, work.candidates, scores)
-        return found
-
-    def _add_shown(self, tokens: Tokens, candidates: I64, scores: F32) -> None:
-        """Add the term of shown items to the logits [c, ...], in place, if the model has one."""
-        if (term := self.weights.shown) is not None and len(candidates):
-            scores[:, term.task] += term(tokens.rows, candidates)
-
-    def _forward(self, passes: Sequence[RankPass]) -> list[F32]:
         if len({work.is_unrounded for work in passes}) > 1:  # one call has one arithmetic
-            return [scores for work in passes for scores in self._forward([work])]
-        passes = _last_steps(passes, self.arena.layout.prefix, self._forward)
+            return [scores for work in passes for scores in self.forward([work])]
+        passes = _last_steps(passes, self.arena.layout.prefix, self.forward)
         scores = self._at_once(passes, is_next=False)
         if scores is not None:
             for place, p in enumerate(passes):
                 if p.vector is not None:
                     (products,) = self.backend.fetch([self._products(p)])
                     scores[place] = np.concatenate([scores[place], products[:, None]], 1)
-            return scores
+            return _with_shown(self.weights.shown, passes, scores)
         tensors = self.model(
             self.backend, self._batches.tensors(self.backend, passes, is_next=False)
         )
@@ -511,7 +509,7 @@ class RankEngine(PageJobs):
         # A prefill: wait, since its pages may be read once this returns.
         if not any(len(p.candidates) for p in passes):
             self.backend.synchronize()
-        return self.backend.fetch(tensors)
+        return _with_shown(self.weights.shown, passes, self.backend.fetch(tensors))
 
     def find_all(self, works: Sequence[FindPass]) -> list[NextItems]:
         """Find items for all requests in one pass and one search, and score them if asked to.
@@ -521,7 +519,7 @@ class RankEngine(PageJobs):
         histories = [work.history for work in works]
         rest = _last_steps(histories, self.arena.layout.prefix, self.forward)
         works = [work.of(history) for work, history in zip(works, rest, strict=True)]
-        answers = self._found_at_once(works)
+        answers = None if self.search else self._found_at_once(works)
         return self._ranked_ahead(works, self._found(works) if answers is None else answers)
 
     def _found(self, works: Sequence[FindPass]) -> list[NextItems]:
@@ -536,14 +534,24 @@ class RankEngine(PageJobs):
         most = max(work.k for work in works)
         best = np.empty((len(works), 0), np.int64)
         if most:
-            hidden = Hidden.of([work.hidden for work in works])
-            table = self.weights.table()[: self.num_rows]
-            best = self.backend.best_items(vectors, table, most, hidden).items.cpu().numpy()
+            best = self._best(vectors, most, [work.hidden for work in works])
         answers = []
         for work, u, rows in zip(works, host, best, strict=True):
             own = rows[: work.k]
             answers.append(NextItems(own[own >= 0], u))
         return answers
+
+    def _best(self, vectors: torch.Tensor, k: int, hidden: Sequence[I64]) -> I64:
+        """Search with each u [B, d]: item rows [B, k], -1 where there are no more."""
+        began_at = time.perf_counter()
+        if self.search and (rows := self.search(vectors, k, hidden, self.num_rows)) is not None:
+            each_s = (time.perf_counter() - began_at) / len(vectors)
+            self.find_s += SMOOTHING * (each_s - self.find_s)
+            return rows
+        table = self.weights.table()[: self.num_rows]
+        best = self.backend.best_items(vectors, table, k, Hidden.of(hidden))
+        found: I64 = best.items.cpu().numpy()
+        return found
 
     def _found_at_once(self, works: Sequence[FindPass]) -> list[NextItems] | None:
         """Find and score items in one fused call; None = the device has no such call for these."""
@@ -574,8 +582,9 @@ class RankEngine(PageJobs):
             answer = NextItems(own, u)
             if count:
                 part = slice(end, end := end + count)
-                self._add_shown(work.history.tokens, own[:count], found.logits[part])
-                scores = RankScores(found.logits[part], found.products[part])
+                ranked = work.history.then(own[:count], u, None)
+                (logits,) = _with_shown(self.weights.shown, [ranked], [found.logits[part]])
+                scores = RankScores(logits, found.products[part])
                 answer = NextItems(own, u, own[:count], scores, work.history.features)
             answers.append(answer)
         return answers
@@ -654,6 +663,14 @@ class RankEngine(PageJobs):
             for k in (0, FOUND)
         ]
         return max(0.0, with_s - without_s)
+
+
+def _with_shown(term: ShownTerm | None, passes: Sequence[RankPass], scores: list[F32]) -> list[F32]:
+    """Add the term of shown items, if there is one, to the logits [c, ...] of each pass."""
+    if term is not None:
+        for work, own in zip(passes, scores, strict=True):
+            own[:, term.task] += term(work.tokens.rows, work.candidates)
+    return scores
 
 
 def _last_steps(

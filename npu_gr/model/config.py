@@ -190,6 +190,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ):
             if getattr(self, field) == value:
                 raise ValueError(f"{field}: {value!r} not with attention_window_tokens ({rule})")
+        if self.shown_task:
+            raise ValueError("shown_task: not with attention_window_tokens: it reads every token")
         if self.query_times is not None:
             raise ValueError(
                 "query_times: not with attention_window_tokens (E3: it reads the request's time)"

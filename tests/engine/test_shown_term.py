@@ -107,4 +107,6 @@ def test_new_items_get_that_of_the_mean_item_and_no_candidate_changes_another() 
         *term.table[[4, 9]][:, 0]])  # fmt: skip
     with pytest.raises(ValueError, match="shown_task: 'buy' is none of the tasks"):
         tiny_model(shown_task="buy")
+    with pytest.raises(ValueError, match="shown_task: not with attention_window_tokens"):
+        tiny_model(shown_task="like", attention_window_tokens=9)
     assert shown_term(tiny_model()) is None

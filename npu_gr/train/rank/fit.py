@@ -239,7 +239,9 @@ def new_model(
             features=tuple(features),
             actions=log.names_of_actions,
             tasks=tuple(task.name for task in tasks),
-            shown_task=next((task.name for task in tasks if task.shown), ""),
+            shown_task=next(
+                (t.name for t in tasks if t.shown and not options.attention_window_tokens), ""
+            ),
             dim=options.dim,
             num_layers=options.num_layers,
             num_heads=options.num_heads,

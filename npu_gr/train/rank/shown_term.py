@@ -32,29 +32,23 @@ RIDGE = 4.0  # keeps the weight small where there are few pages
 
 
 class Pages(NamedTuple):
-    """The shown items of trained pages."""
+    """The items that were shown, clicked or not."""
 
-    begins: I64  # [n] the event before which the page was shown
-    users: I64  # [n]
+    events: I64  # [n] the clicked event, or the one just before which the item was shown
     items: I64  # [n]
     places: I64  # [n] place on the page, from 1; 0 = not known
     clicked: Bools  # [n]
 
-    def of(self, kept: Bools) -> Pages:
-        """Keep some, bool [n]."""
-        return Pages(*(column[kept] for column in self))
 
-
-def pages(log: InteractionLog) -> Pages:
-    """List the shown items of the trained events of a log with impressions."""
+def pages(log: InteractionLog, among: Bools) -> Pages:
+    """List the shown items of some events, bool [events], of a log with impressions."""
     shown = log.shown
     assert shown is not None
-    own = np.flatnonzero(log.trained & ((shown.of_events >= 0) | ~(shown.of_events >= 0).any()))
-    others = log.trained[shown.events]
+    own = np.flatnonzero(among & ((shown.of_events >= 0) | ~(shown.of_events >= 0).any()))
+    others = among[shown.events]
     events = np.concatenate([own, shown.events[others]])
     return Pages(
-        pages_of(log)[events],
-        log.users[events],
+        events,
         np.concatenate([log.items[own], shown.items[others]]),
         np.concatenate([shown.of_events[own], shown.positions[others]]) + 1,
         np.arange(len(events)) < len(own),
@@ -71,18 +65,18 @@ def fit_term(log: InteractionLog, max_events: int) -> F32:
     Returns:
         float32 [num_items, NUM_COLUMNS].
     """
-    rows = pages(log)
-    is_choosing = np.arange(log.num_users) % FOLDS == 0
-    chosen = rows.of(is_choosing[rows.users])
-    odds = item_odds(rows.of(~is_choosing[rows.users]), log.num_items)[chosen.items]
+    is_choosing = log.users % FOLDS == 0
+    chosen, others = (pages(log, log.trained & among) for among in (is_choosing, ~is_choosing))
+    odds = item_odds(others, log.num_items)[chosen.items]
     read, scored = _tastes(log, ~is_choosing)
-    products = tastes_of(log, read, max_events)[chosen.begins] * scored[chosen.items]
+    tastes = tastes_of(log, read, max_events)[pages_of(log)[chosen.events]]
+    products = tastes * scored[chosen.items]
     _, weight, count = min(
         (*_weight(chosen, odds, products[:, :count].sum(1)), count) for count in COUNTS_OF_TASTES
     )
-    read, scored = _tastes(log, np.ones(log.num_users, np.bool_))
+    read, scored = _tastes(log, log.trained)
     table = np.zeros((log.num_items, NUM_COLUMNS), np.float32)
-    table[:, 0] = item_odds(rows, log.num_items)
+    table[:, 0] = item_odds(pages(log, log.trained), log.num_items)
     table[:, TASTES][:, :count] = read[:, :count]
     table[:, SCORES][:, :count] = weight * scored[:, :count]
     return table
@@ -93,6 +87,7 @@ def item_odds(rows: Pages, num_items: int) -> F64:
     odds, variance = np.zeros(num_items), 1.0
     of_places = np.zeros(int(rows.places.max(initial=0)) + 1)
     counts = np.bincount(rows.items, minlength=num_items)
+    curvature = np.ones(num_items)
     for _ in range(NUM_STEPS):
         for terms, of, ridge in ((of_places, rows.places, 1e-3), (odds, rows.items, 1 / variance)):
             chance = 1 / (1 + np.exp(-odds[rows.items] - of_places[rows.places]))
@@ -105,13 +100,13 @@ def item_odds(rows: Pages, num_items: int) -> F64:
     return odds
 
 
-def _tastes(log: InteractionLog, users: Bools) -> tuple[F64, F64]:
-    """Decompose which of the users have which items in trained events.
+def _tastes(log: InteractionLog, among: Bools) -> tuple[F64, F64]:
+    """Decompose which users have which items in the trained ones among events, bool [events].
 
     Returns:
         float64 [num_items, NUM_TASTES] r and q; zeros where there are fewer singular values.
     """
-    kept = log.trained & users[log.users]
+    kept = log.trained & among
     graph = unique_edges(log.users[kept], log.items[kept], log.num_users, log.num_items)
     found = spectrum(graph, 0.5, NUM_TASTES + 1)
     vectors = found.items[:, 1:].double().numpy()
@@ -141,5 +136,5 @@ def _weight(rows: Pages, odds: F64, tastes: F64) -> tuple[float, float]:
 
 
 def _sums(keys: I64, values: F64, of: F64) -> F64:
-    found: F64 = np.bincount(keys, values, len(of))
+    found: F64 = np.bincount(keys, values, len(of)).astype(np.float64)
     return found

@@ -56,7 +56,8 @@ def test_an_item_gets_nothing_for_its_place() -> None:
             items = items[::-1]
         clicked = random.random(8) < [0.6, 0.6, 0.6, 0.6, 0.15, 0.15, 0.15, 0.15]
         rows.append(Page(page % 60, page // 60 * 3600 + page % 60, items, clicked.tolist()))
-    found = pages(build_log(logged(rows), [], "user-time"))
+    log = build_log(logged(rows), [], "user-time")
+    found = pages(log, log.trained)
     by_place, without = (
         np.abs(np.diff(item_odds(of, 8).reshape(2, 4).mean(1)))[0]
         for of in (found, found._replace(places=np.zeros_like(found.places)))
