@@ -142,6 +142,12 @@ def train_site(
     num_events, num_users = dataset.manifest["events"], dataset.manifest["users"]
     by_size = options_for(len(dataset.names), PRESETS[preset], num_events, num_users)
     options = override(by_size, overrides)
+    if num_events > options.rank.memory_events:
+        raise ConfigError(
+            f"{data}: {num_events:,} events, and train all holds at most rank.memory_events, "
+            f"{options.rank.memory_events:,}: if each training may take {num_events * EVENT_BYTES / 1e9:.0f} GB, raise it "
+            "by --set; else train by npu-gr train rank and generate, which read them from files"
+        )
     # a site that is like itself keeps models whose data have not changed
     is_own = like is not None and like.resolve() == site.resolve()
     text = train_command(data, site, preset, overrides, num_threads, None if is_own else like)
