@@ -175,25 +175,26 @@ def _count_pairs(log: InteractionLog, window: int) -> tuple[I64, I64, F64]:
         out after each block.
     """
     unit = lcm(*range(1, window + 1))  # whole numbers, whose sum does not depend on its order
-    pairs, count = np.empty(0, np.int64), np.empty(0)
+    pairs, count = np.array([-1]), np.array([np.inf])  # the first one is none
     for users, events in trained_blocks(log):
         items = log.items[events]
-        keys, weights = [pairs], [count]
         for apart in range(1, window + 1):
             near = users[apart:] == users[:-apart]
             one, other = items[:-apart][near], items[apart:][near]
-            key, number = np.unique(
+            found, number = np.unique(
                 np.minimum(one, other) * log.num_items + np.maximum(one, other), return_counts=True
             )
-            keys.append(key)
-            weights.append(number * (unit / apart))
-        pairs, place = np.unique(np.concatenate(keys), return_inverse=True)
-        count = np.bincount(place, np.concatenate(weights), len(pairs))
-        if len(pairs) > MOST_PAIRS:
-            most = np.sort(np.argsort(-count, kind="stable")[:MOST_PAIRS])
+            more = number * (unit / apart)
+            at = np.searchsorted(pairs, found, "right")
+            is_new = pairs[at - 1] != found
+            count[at[~is_new] - 1] += more[~is_new]
+            pairs = np.insert(pairs, at[is_new], found[is_new])
+            count = np.insert(count, at[is_new], more[is_new])
+        if len(pairs) > 1 + MOST_PAIRS:
+            most = np.sort(np.argsort(-count, kind="stable")[: 1 + MOST_PAIRS])
             pairs, count = pairs[most], count[most]
-    one, other = np.divmod(pairs, log.num_items)
-    return one, other, count / unit
+    one, other = np.divmod(pairs[1:], log.num_items)
+    return one, other, count[1:] / unit
 
 
 def _largest(matrix: Csr, dim: int, seed: int) -> Tensor:
