@@ -6,7 +6,7 @@ import ast
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -341,14 +341,23 @@ def train_rank(
 
 @contextmanager
 def _events(
-    log: Path, features: list[ItemValues], most: int, folder: Path, value_column: str
+    log: Path,
+    features: list[ItemValues],
+    most: int,
+    folder: Path,
+    value_column: str,
+    *,
+    leaves_out: bool = False,
 ) -> Iterator[Interactions | StoredLog]:
-    """Read a log; of a dataset with more than so many events, map their files in the folder."""
+    """Read a log, or map a dataset of more than so many events; arguments as `stored`."""
     from npu_gr.dataset import read_log
     from npu_gr.train.store_events import stored
 
-    with stored(log, features, most, folder) if log.is_dir() else nullcontext() as on_disk:
-        yield on_disk or read_log(log, value_column=value_column)
+    if not log.is_dir():
+        yield read_log(log, value_column=value_column)
+        return
+    with stored(log, features, most, folder, leaves_out=leaves_out) as on_disk:
+        yield on_disk or read_log(log)
 
 
 def _continue(
@@ -449,7 +458,7 @@ def train_generate(
         console = Console(quiet=not ranks.is_first)
         folder = out / f".events-{ranks.rank}"
         data = files.enter_context(
-            _events(source, features, options.memory_events, folder, value_column)
+            _events(source, features, options.memory_events, folder, value_column, leaves_out=True)
         )
         states = NO_STATES
         if ranks.is_first:

@@ -286,8 +286,13 @@ def test_features_of_events_are_rejected_by_name(tmp_path: Path) -> None:
     rows = [f"u{n % 5},i{n % 7},{START + n},{n % 3}" for n in range(60)]
     path.write_text("\n".join(["user_id,item_id,timestamp,place", *rows]) + "\n")
     made = prepare(path, tmp_path / "data", PrepareOptions(event_features=("place",)))
-    with pytest.raises(ConfigError, match="without its log_features"):
-        store(made.dataset, [], tmp_path / "files", 10)
+    folder, stored = made.dataset.folder, store_events.stored
+    rejected = pytest.raises(ConfigError, match="without its log_features")
+    with rejected, stored(folder, [], 10, tmp_path / "files"):
+        pass
+    with stored(folder, [], 10, tmp_path / "files", leaves_out=True) as found:  # by the generator
+        assert found is not None
+        assert len(found.log.items) == 60
     log = build_log(planted(), [], "leave-one-out")
     asked = TrainOptions(computed=("hour",))
     from npu_gr.train.rank.schema import choose_features
