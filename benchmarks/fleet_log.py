@@ -36,7 +36,7 @@ from npu_gr.train.store_events import store
 from npu_gr.train.stored_log import StoredLog
 
 TIMES = 4  # as many events in the larger log
-TIMED = 150_000  # events that are trained on
+TIMED = 150_000  # most events that are trained on; of a smaller log, all
 BLOCK_EVENTS = 50_000
 MOST_PAIRS = 500_000
 SAMPLE_EVENTS = 50_000
@@ -74,7 +74,8 @@ def lines(folder: Path, num_events: int, seed: int) -> Iterator[Line]:
     for name in TRAININGS:
         tell("fleet", f"{name} of {counts[0]:,} and {counts[1]:,} events")
         arrays, files = (
-            [_measured(name, one.folder, in_files) for one in made] for in_files in (False, True)
+            [_measured(name, one.folder, min(TIMED, num_events), in_files) for one in made]
+            for in_files in (False, True)
         )
         flat, per_event = (
             (high.peak_bytes - low.peak_bytes) / (counts[1] - counts[0])
@@ -97,12 +98,12 @@ def lines(folder: Path, num_events: int, seed: int) -> Iterator[Line]:
         )  # fmt: skip
 
 
-def _measured(name: str, folder: Path, in_files: bool) -> _Found:
+def _measured(name: str, folder: Path, timed: int, in_files: bool) -> _Found:
     """Train on some events in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_train, args=(name, folder, in_files, theirs))
+    child = context.Process(target=_train, args=(name, folder, timed, in_files, theirs))
     child.start()
     theirs.close()
     try:
@@ -118,7 +119,11 @@ class _Enough(Exception):
 
 
 def _train(
-    name: str, folder: Path, in_files: bool, answer: multiprocessing.connection.Connection
+    name: str,
+    folder: Path,
+    timed: int,
+    in_files: bool,
+    answer: multiprocessing.connection.Connection,
 ) -> None:
     torch.set_num_threads(1)
     data.BLOCK_EVENTS, codes.MOST_PAIRS = BLOCK_EVENTS, MOST_PAIRS
@@ -137,7 +142,7 @@ def _train(
         if not step.num_events:
             return
         began.append((time.perf_counter(), step.num_events))
-        if step.num_events >= TIMED:
+        if step.num_events >= timed:
             raise _Enough
 
     dataset = read_dataset(folder)
