@@ -3,7 +3,8 @@
 Makes a sharded checkpoint of that many items in int8, unless the folder has it. Two engines rank
 the same requests in turn, of items drawn by popularity: one with a hot set, the other with every
 row in memory. Before each request the kernel forgets every page of the files, so the hot set is all
-that helps. The hot set is first brought to its steady state by draws alone.
+that helps, but for the history of a request with a signal. The hot set is first brought to its
+steady state by draws alone.
 
 Then a real instance serves the checkpoint: seconds until it is ready, and its own memory.
 
@@ -55,7 +56,12 @@ OPTIONS = (
 DIM = 64
 ZIPF = 1.05  # exponent of the items' popularity
 CANDIDATES = 128
-TOKENS = {"512 events": 512, "16 events, as after a hit": 16}
+CASES = {  # events of a history, whether a signal has asked for them
+    "512 events": (512, False),
+    "512 events, after a signal": (512, True),
+    "16 events, as after a hit": (16, False),
+}
+SIGNAL_AHEAD_S = 0.02  # that a signal comes before its rank
 SHOWN_AT = 1_700_000_000
 BLOCK = 1 << 16
 WARM_DRAWS, WARM_BATCH = 8, 200_000  # draws of the warm-up, in places of the hot set
@@ -213,9 +219,10 @@ def _lines(
         whole.records.nbytes / 2**20, whole.records.nbytes / hot.num_bytes,
         whole.records.nbytes / (512 << 20), hot.num_bytes <= hot_bytes + (1 << 16),
     )  # fmt: skip
-    for case, num_tokens in TOKENS.items():
-        yield from _ranks(case, [request(popular, num_tokens) for _ in range(requests)],
-                          engines, hot, folder, popular.of_best(num_places))  # fmt: skip
+    for case, (num_tokens, is_signalled) in CASES.items():
+        works = [request(popular, num_tokens) for _ in range(requests)]
+        best = popular.of_best(num_places)
+        yield from _ranks(case, works, engines, hot, folder, best, is_signalled)
     del whole, engines
     if not no_server:
         yield from _served(folder, hot_bytes, read_s, popular)
@@ -228,6 +235,7 @@ def _ranks(
     hot: HotRows,
     folder: Path,
     best: float,
+    is_signalled: bool,
 ) -> Iterator[Line]:
     taken: list[list[float]] = [[], []]
     scores: list[list[F32]] = [[], []]
@@ -237,6 +245,9 @@ def _ranks(
     for number, work in enumerate(works):
         for place in (0, 1) if number % 2 else (1, 0):
             forget_pages(folder)
+            if is_signalled:
+                hot.prefetch(work.tokens.rows)
+                time.sleep(SIGNAL_AHEAD_S)
             began_at = time.perf_counter()
             found = engines[place].forward([work])
             taken[place].append(time.perf_counter() - began_at)
