@@ -43,7 +43,7 @@ SHORTEST = 1e-2  # vectors shorter than this are rounding error, and are not nor
 EIGEN_SWEEPS = 8  # iterations of the block power iteration
 SPARE_VECTORS = 8  # extra vectors to iterate, because the last ones of a block converge slowest
 KMEANS_SWEEPS = 30
-MOST_PAIRS = 50_000_000  # of co-occurring items that are counted: all of 10 M events
+MOST_PAIRS = 25_000_000  # of co-occurring items that are counted, 16 bytes each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,13 +155,15 @@ def _neighbour_vectors(log: InteractionLog, dim: int, window: int, seed: int) ->
     total = sums + SMOOTHING
     information = np.log(count * total.sum() / (total[one] * total[other]))
     kept = (information > 0) & (one != other)
-    one, other, information = one[kept], other[kept], information[kept]
-    rows, columns = np.concatenate([one, other]), np.concatenate([other, one])
-    order = np.argsort(rows * num_items + columns)
+    one, other, values = one[kept], other[kept], information[kept].astype(np.float32)
+    keys = np.concatenate([one * num_items + other, other * num_items + one])
+    order = np.argsort(keys)
+    keys = keys[order]
+    starts = np.searchsorted(keys, np.arange(num_items + 1) * num_items)
     matrix = Csr(
-        torch.from_numpy(np.searchsorted(rows[order], np.arange(num_items + 1)).astype(np.int32)),
-        torch.from_numpy(columns[order].astype(np.int32)),
-        torch.from_numpy(np.tile(information, 2)[order].astype(np.float32)),
+        torch.from_numpy(starts.astype(np.int32)),
+        torch.from_numpy((keys % num_items).astype(np.int32)),
+        torch.from_numpy(np.tile(values, 2)[order]),
     )
     return _unit(_largest(matrix, min(dim, num_items), seed))
 
