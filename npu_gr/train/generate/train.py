@@ -144,7 +144,7 @@ class GenerateOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fie
     memory_events: Annotated[
         Count,
         Meta(
-            description="largest log in memory (MEASURE an event); of a larger dataset the events "
+            description="largest log in memory (.25 kB an event); of a larger dataset the events "
             "are read from files, and validation, baselines and test are of a sample of its users "
             "with about so many events"
         ),
