@@ -87,6 +87,14 @@ class DeltaError(DataError):
     title = "bad delta"
 
 
+class AppliedAlready(DeltaError):
+    """The very same delta was added before."""
+
+    def __init__(self, message: str, sequence: int = 0) -> None:
+        super().__init__(message)
+        self.sequence = sequence
+
+
 class RequestError(NpuGrError):
     """The client's fault; the message names the field and the limit."""
 

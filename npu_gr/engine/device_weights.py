@@ -56,6 +56,8 @@ class DeviceWeights:
         self._items: torch.Tensor | None = None
         self._stamps: WeightStamps | None = None  # of the weights as they are now
         self._new_items: dict[int, NewItems] = {}  # inputs of the vector of each spare row
+        # called with item rows whose vectors were written, before a pass reads them
+        self.on_written: Callable[[I64], None] = lambda _rows: None
 
     def table(self) -> torch.Tensor:
         """Return the item vectors with which u is multiplied, fp32 [rows, d]."""
@@ -121,6 +123,7 @@ class DeviceWeights:
         # The copy that the search reads, if the model is bf16 or normalises its items.
         if self._items is not None:
             self._items[at] = self._model.items.compared(vectors)
+        self.on_written(rows)
 
     def current(
         self,

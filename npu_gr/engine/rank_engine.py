@@ -13,6 +13,7 @@ tensors.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +43,13 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HostTokens, Past, Segment
 
 FOUND = 200  # items to find in the warm-up
+SMOOTHING = 0.1  # weight of the newest search in the estimated time of one
 _NO_ROWS: I64 = np.empty(0, np.int64)
+ApproximateSearch = Callable[[torch.Tensor, int, Sequence[I64], int], I64 | None]
+"""Finds most of the best items, with u [B, d], of the rows below a number, but hidden ones [B].
+
+Returns item rows [B, k], best first, ties by the lower row, -1 where there are no more; None =
+search exactly. The hidden rows come in any order, with or without repeats."""
 
 
 class LateFeatures(NamedTuple):
@@ -332,6 +339,7 @@ class RankEngine(PageJobs):
         self.find_s = 0.0
         # Rows that `find` searches: trained items, and spare rows that have been used.
         self.num_rows = model.config.num_items
+        self.search: ApproximateSearch | None = None  # None = every search is exact
         self._batches = _Batches(model, arena)
         self.weights = DeviceWeights(model, backend)
 
@@ -510,7 +518,7 @@ class RankEngine(PageJobs):
         histories = [work.history for work in works]
         rest = _last_steps(histories, self.arena.layout.prefix, self.forward)
         works = [work.of(history) for work, history in zip(works, rest, strict=True)]
-        answers = self._found_at_once(works)
+        answers = None if self.search else self._found_at_once(works)
         return self._ranked_ahead(works, self._found(works) if answers is None else answers)
 
     def _found(self, works: Sequence[FindPass]) -> list[NextItems]:
@@ -525,14 +533,24 @@ class RankEngine(PageJobs):
         most = max(work.k for work in works)
         best = np.empty((len(works), 0), np.int64)
         if most:
-            hidden = Hidden.of([work.hidden for work in works])
-            table = self.weights.table()[: self.num_rows]
-            best = self.backend.best_items(vectors, table, most, hidden).items.cpu().numpy()
+            best = self._best(vectors, most, [work.hidden for work in works])
         answers = []
         for work, u, rows in zip(works, host, best, strict=True):
             own = rows[: work.k]
             answers.append(NextItems(own[own >= 0], u))
         return answers
+
+    def _best(self, vectors: torch.Tensor, k: int, hidden: Sequence[I64]) -> I64:
+        """Search with each u [B, d]: item rows [B, k], -1 where there are no more."""
+        began_at = time.perf_counter()
+        if self.search and (rows := self.search(vectors, k, hidden, self.num_rows)) is not None:
+            each_s = (time.perf_counter() - began_at) / len(vectors)
+            self.find_s += SMOOTHING * (each_s - self.find_s)
+            return rows
+        table = self.weights.table()[: self.num_rows]
+        best = self.backend.best_items(vectors, table, k, Hidden.of(hidden))
+        found: I64 = best.items.cpu().numpy()
+        return found
 
     def _found_at_once(self, works: Sequence[FindPass]) -> list[NextItems] | None:
         """Find and score items in one fused call; None = the device has no such call for these."""

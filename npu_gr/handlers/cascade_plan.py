@@ -19,6 +19,7 @@ from npu_gr.core.errors import ConfigError, DeadlineExceeded, Overloaded
 from npu_gr.core.item_rules import ItemRules
 from npu_gr.core.request import LimitedBy, OrderName, SourceName, StageReport, StageResult
 from npu_gr.core.settings import Count, Ratio, Seconds
+from npu_gr.vector_search.config import IndexName
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class RecommendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     # source -> items requested from it; sources are interleaved in this order
     sources: dict[SourceName, Count] = msgspec.field(default_factory=lambda: {"generate": 100})
+    # search of shared_encoder: ivf is approximate, for many millions of items on a CPU
+    index: IndexName = "exact"
     max_candidates: Count = 200  # maximum M of candidates to rank
     exclude_seen: bool = True  # exclude items of the history
     hook: str | None = None  # before the rank: "package.module:function", see `Hook`

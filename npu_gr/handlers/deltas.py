@@ -25,7 +25,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from npu_gr.core.errors import DeviceError, NpuGrError, Unavailable
+from npu_gr.core.errors import AppliedAlready, DeviceError, NpuGrError, Unavailable
 from npu_gr.core.health import Worker
 from npu_gr.core.lifetime import to_the_end
 from npu_gr.core.memory import free_memory, misfit
@@ -84,7 +84,7 @@ class Deltas:
         metrics.observe_delta(lambda: versions.ranker().weights.info())
 
     async def add(self, body: bytes) -> None:
-        """Make a delta durable and serve it.
+        """Make a delta durable and serve it; nothing happens if it is served already.
 
         Args:
             body: Content of its file.
@@ -98,8 +98,13 @@ class Deltas:
             DeviceError: the device failed; the instance is unready until it is restarted.
         """
         self._versions.ranker()  # before a folder is made
-        async with self._one_at_a_time:
-            await to_the_end(self._add(self._versions.ranker(), body))
+        try:
+            async with self._one_at_a_time:
+                await to_the_end(self._add(self._versions.ranker(), body))
+        except AppliedAlready as error:  # repeated, or taken by an instance with the same log
+            await self.follow()
+            if self._versions.ranker().weights.sequence != error.sequence:
+                raise
 
     async def roll_back(self, sequence: int) -> None:
         """Serve the weights of a kept delta, or of the checkpoint (0).

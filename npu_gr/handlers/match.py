@@ -194,7 +194,9 @@ class MatchJob:
         self._scheduler = scheduler
         self._metrics = metrics
         self._objective_s = objective_s
-        self._checks = RecallChecks(partial(is_idle, scheduler), metrics.match.checked)
+        self._checks = RecallChecks(
+            partial(is_idle, scheduler), partial(metrics.match.checked, "match")
+        )
         self._estimate_s = 0.0  # device seconds of one match, smoothed
 
     async def start(self) -> None:
@@ -264,7 +266,8 @@ class MatchJob:
             config.max_history_events,
         )
         done = await self._search(version, query, call)
-        self._checks.offer(matcher, query, done.value)
+        if not matcher.is_exact:
+            self._checks.offer(done.value.items, partial(matcher.exactly, query))
         limited_by = LimitedBy.NONE
         if (num_found := len(done.value.items)) < request.num_items:
             num_items = len(vectors.item_ids)

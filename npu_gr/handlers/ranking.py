@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -44,9 +45,10 @@ from npu_gr.engine.rank_engine import (
     RankPass,
     RankScores,
 )
-from npu_gr.engine.scheduler import alone
+from npu_gr.engine.scheduler import alone, is_idle
 from npu_gr.handlers.base import Call
 from npu_gr.handlers.config import RankingConfig
+from npu_gr.handlers.match_recall import RecallChecks
 from npu_gr.handlers.prefix_histories import UserHistory
 from npu_gr.handlers.scored_items import ScoredItems
 from npu_gr.metrics.registry import Metrics
@@ -55,6 +57,7 @@ from npu_gr.model.history_tokenizer import UNKNOWN, ItemVocabulary, Tokens, toke
 from npu_gr.model.hstu_input import cross_features
 from npu_gr.model.served_weights import Patch, ServedWeights
 from npu_gr.relay.relay import Lease, Relay
+from npu_gr.vector_search.index import ExactSteps
 
 
 class LateFeatureReader:
@@ -204,6 +207,9 @@ class Ranking:
         self.reconfigure(config)
         self.relay = relay
         self._metrics = metrics
+        self._recall_checks = RecallChecks(
+            partial(is_idle, engine.scheduler), partial(metrics.match.checked, "recommend")
+        )
         self._selfcheck = SelfCheck(engine, relay, metrics)
         self.selfchecks = self._selfcheck.counts
         # called with each answered rank, e.g. to score it with a shadow too
@@ -424,7 +430,7 @@ class Ranking:
         Returns:
             The used lease (another one if the device failed to read the prefix), and the items.
         """
-        return await self._tried(
+        used, found = await self._tried(
             lambda work: self.engine.find(
                 FindPass(work, k, hidden, ahead), call.deadline_at, call.arrived_at, call.tenant
             ),
@@ -433,6 +439,15 @@ class Ranking:
             ),
             lease,
         )
+        if self.engine.search is not None:
+            items = self.engine.weights.table()[: self.engine.num_rows].numpy()
+            stamps = self.weights.stamps
+            self._recall_checks.offer(
+                found.rows,
+                lambda num: ExactSteps(items, found.vector, num, hidden),
+                lambda: self.weights.stamps is stamps,
+            )
+        return used, found
 
     async def _tried(
         self, run: Callable[[RankPass], Awaitable[T]], work: RankPass, lease: Lease
@@ -479,6 +494,7 @@ class Ranking:
     async def stop(self) -> None:
         """Stop self-checks, hand the prefixes over to other instances, then stop the relay."""
         await self._selfcheck.stop()
+        await self._recall_checks.stop()
         await self.relay.spills.hand_over(self.model.version, HAND_OVER_S)
         await self.relay.stop()
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from npu_gr.core.durable_files import replace_file
-from npu_gr.core.errors import DeltaError
+from npu_gr.core.errors import AppliedAlready, DeltaError
 from npu_gr.core.served import ItemChange
 from npu_gr.model.delta import (
     SUFFIX,
@@ -146,15 +146,18 @@ class DeltaLog:
             served: Digest of the served weights.
 
         Raises:
+            AppliedAlready: the log has this very delta.
             DeltaError: it is a duplicate, some are missing before it, or its base is another one.
         """
         files = self.files()
         number = delta.sequence
         if files and number <= files[-1].sequence:
-            same = next((one for one in files if one.manifest == delta), None)
-            what = "it is applied already" if same else "another delta has this number or a later"
+            newest = f"the newest is {files[-1].sequence}"
+            if any(one.manifest == delta for one in files):
+                what = f"delta {number}: duplicate: it is applied already; {newest}"
+                raise AppliedAlready(what, number)
             raise DeltaError(
-                f"delta {number}: duplicate: {what}; the newest is {files[-1].sequence}"
+                f"delta {number}: duplicate: another delta has this number or a later; {newest}"
             )
         if files and number > files[-1].sequence + 1:
             raise DeltaError(

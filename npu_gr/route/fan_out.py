@@ -4,6 +4,7 @@ An instance that owned a user before the fleet changed may still have the user's
 instance that misses a change of the catalogue serves other items. So these requests go to all
 instances, with retries, and the answer names the instances that failed. They are idempotent, but
 for rollbacks: a second one undoes the first, so one is repeated only where no instance was reached.
+A delta goes to one instance first, so that those which share its log have it by then.
 
 `npu-gr fleet` calls `ask_all`. Requests of clients to the router are forwarded by HAProxy to
 `fan_out_app` on a private socket, with the client's key, which each instance checks.
@@ -12,6 +13,7 @@ for rollbacks: a second one undoes the first, so one is repeated only where no i
 from __future__ import annotations
 
 import asyncio
+import io
 import ssl
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,6 +30,7 @@ from npu_gr.core.logs import random_id
 from npu_gr.core.tls import client_context
 from npu_gr.route.config import InstanceConfig, RouterConfig, joined
 from npu_gr.route.haproxy import LOAD_S, certified
+from npu_gr.server.auth.rules import DELTA_BYTES
 from npu_gr.server.http import from_error, problem
 
 TRIES = 3
@@ -35,7 +38,6 @@ PAUSE_S = 0.2  # wait before the second try, doubled before the third
 # Connection refused: the process has ended, so its memory is gone, but not its files.
 UNREACHABLE = "unreachable"
 _PASSED_ON = ("authorization", "content-type", "idempotency-key", "x-request-id", "x-tenant-id")
-_MOST_BYTES = 64 << 20  # largest body: items of a catalogue
 
 
 class Answered(NamedTuple):
@@ -60,8 +62,8 @@ class Change(NamedTuple):
 
     @property
     def loads(self) -> bool:
-        """Whether instances load models, catalogue or vectors for it."""
-        return self.target.endswith(("/reload", "/rollback"))
+        """Whether instances load models, a delta, catalogue or vectors for it."""
+        return self.target.endswith(("/reload", "/rollback", "/delta"))
 
     @property
     def is_repeatable(self) -> bool:
@@ -133,7 +135,11 @@ async def ask_all(
                 break  # it may have been done
         return answer
 
-    answers = await asyncio.gather(*map(ask, instances))
+    answers: list[Answered] = []
+    if change.target.endswith("/delta"):
+        while len(answers) < len(instances) and not any(one.status == 200 for one in answers):
+            answers.append(await ask(instances[len(answers)]))
+    answers += await asyncio.gather(*map(ask, instances[len(answers) :]))
     return {one.name: answer for one, answer in zip(instances, answers, strict=True)}
 
 
@@ -146,7 +152,10 @@ async def _ask(
         async with (
             aiohttp.ClientSession(timeout=timeout) as http,
             http.request(
-                change.method, headers=change.headers, data=change.body or None, **where
+                change.method,
+                headers=change.headers,
+                data=io.BytesIO(change.body) if change.body else None,
+                **where,
             ) as answer,
         ):
             return Answered(answer.status, await answer.text())
@@ -184,7 +193,11 @@ def combined_answer(change: Change, answers: Mapping[str, Answered]) -> web.Resp
     done = sorted(set(answers) - set(left))
     statuses = {answer.status for answer in answers.values()}
     if len(statuses) == 1 and 400 <= (status := next(iter(statuses))) < 500:
-        return problem(status, "rejected", "every instance rejected the request", random_id(128))
+        body = _parsed(next(iter(answers.values())).text)
+        why = f": {body.get('detail')}" if isinstance(body, dict) else ""
+        return problem(
+            status, "rejected", f"every instance rejected the request{why}", random_id(128)
+        )
     unreachable = [name for name, why in left.items() if why == UNREACHABLE and change.is_erasure]
     if not done or len(unreachable) < len(left):
         named = ", ".join(f"{name} ({why})" for name, why in left.items())
@@ -243,6 +256,6 @@ def fan_out_app(
         except NpuGrError as error:
             return from_error(error, request.headers.get("X-Request-Id", random_id(128)))
 
-    app = web.Application(client_max_size=_MOST_BYTES)
+    app = web.Application(client_max_size=DELTA_BYTES)
     app.router.add_route("*", r"/{path:[\s\S]*}", handle)
     return app

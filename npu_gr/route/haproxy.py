@@ -54,8 +54,8 @@ CROWDED = 0.75
 # routes that the router itself answers
 _OWN_ROUTES = ("/readyz", "/healthz", "/v2/health/ready", "/v2/health/live")
 _BY_USER = (Routing.SIGNAL, Routing.FOLLOW, Routing.ONCE)
-# Time limit of one try of a reload or rollback, which may load large models. A client that gives up
-# earlier would cancel it.
+# Time limit of one try of a reload, rollback or delta, which may load large models. A client that
+# gives up earlier would cancel it.
 LOAD_S = 600.0
 # marks answers of an instance, as opposed to HAProxy's own
 _ANSWERED = "  http-response set-var(txn.answered) bool(true)"
@@ -64,7 +64,7 @@ _TAGGED = f"""{_ANSWERED}
   http-response del-header X-NpuGr-Placement"""
 _EVERYWHERE = f"""backend everywhere  # erasures and catalogue changes, sent to every instance
   retries 0
-  http-request set-timeout server {LOAD_S + 10:.0f}s if {{ path_end /reload /rollback }}
+  http-request set-timeout server {LOAD_S + 10:.0f}s if {{ path_end /reload /rollback /delta }}
 {_ANSWERED}
   server fan_out unix@{FOLDER}/{FAN_OUT} maxconn 64
 """

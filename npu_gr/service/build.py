@@ -68,6 +68,7 @@ from npu_gr.relay.relay import Relay
 from npu_gr.service.config import Config
 from npu_gr.service.memory import check_generator_fits, check_ranker_fits
 from npu_gr.service.warmup import SELF_TEST_TOKENS, borrowed_pages, choose_attention, verify
+from npu_gr.vector_search.encoder_index import EncoderIndex
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +193,8 @@ async def open_ranking(
     await verify(engine, vocabulary, pool, dram if config.relay.enabled else None, version, config)
     if serving is not None:
         engine.copy_bytes_per_s = serving.engine.copy_bytes_per_s
+    if config.recommend is not None and config.recommend.index == "ivf" and shape.retrieval:
+        engine.search = EncoderIndex(engine).search  # after the warm-up, whose u are of no user
     scored = ScoredItems(engine, vocabulary)
     model = ModelInfo(
         name=checkpoint.name,

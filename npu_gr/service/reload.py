@@ -106,6 +106,8 @@ def check_changeable(old: Config, new: Config) -> None:
             raise ConfigError(
                 f"{name}: cannot be added or removed while the instance runs; restart it"
             )
+    if old.recommend and new.recommend and old.recommend.index != new.recommend.index:
+        raise ConfigError("recommend.index: cannot change while the instance runs; restart it")
     before = old.generate
     after = new.generate
     if before is None or after is None:

@@ -150,6 +150,8 @@ def _of_instance(config: Config) -> Iterator[Opened]:
         for name, hook in (("hook", recommend.hook), ("hook_after", recommend.hook_after)):
             if hook is not None:
                 yield _tried(f"recommend.{name}", partial(load_hook, name, hook), hook)
+        if recommend.index == "ivf":
+            yield from _extra("recommend.index", "faiss", "faiss")
         if recommend.popular is not None:
             popular = recommend.popular
             yield _tried(

@@ -1,4 +1,4 @@
-"""Approximate search of match: items in lists around centroids, of which a query reads the best.
+"""Approximate search: items in lists around centroids, of which a query reads the best.
 
 The table is 16-bit floats and an id, 2 d + 8 bytes an item, besides the exact one. The number of
 lists that a query reads is chosen when the index is built: the least power of two that finds
@@ -7,16 +7,18 @@ lists that a query reads is chosen when the index is built: the least power of t
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from npu_gr.backend.best_items import Best, Hidden
-from npu_gr.core.arrays import F32
+from npu_gr.core.arrays import F32, I64
 from npu_gr.core.errors import ConfigError
 from npu_gr.vector_search.index import Index, recall
 
@@ -30,6 +32,18 @@ _SEED = 0
 _TRAINED = 128  # items of a list from which its centroid is made, on average
 _ROUNDS = 10  # of k-means
 _BLOCK = 1 << 18  # items that are added at a time
+
+
+def load_faiss(setting: str) -> Any:
+    """Import faiss, for a setting that is `ivf`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("faiss")
+    except ImportError as error:
+        raise ConfigError(f"{setting}: ivf needs pip install 'npu_gr[faiss]'") from error
 
 
 class IvfIndex:
@@ -46,10 +60,7 @@ class IvfIndex:
         Raises:
             ConfigError: faiss is not installed.
         """
-        try:
-            faiss: Any = importlib.import_module("faiss")
-        except ImportError as error:
-            raise ConfigError("match.index: ivf needs pip install 'npu_gr[faiss]'") from error
+        faiss = load_faiss("match.index")
         num_items, dim = items.shape
         self._num_items: int = num_items
         self.num_lists = 1 << int(np.log2(num_items) / 2)
@@ -71,6 +82,8 @@ class IvfIndex:
         for first in range(0, num_items, _BLOCK):
             self._index.add(np.ascontiguousarray(items[first : first + _BLOCK]))
         self._parameters = faiss.SearchParametersIVF
+        self._selector = faiss.IDSelectorBitmap
+        self._kept: npt.NDArray[np.uint8] | None = None  # a bit for each item; None = all are kept
         queries = users if len(users) else items
         some = random.choice(len(queries), min(len(queries), 2 * NUM_QUERIES), replace=False)
         choosing, others = (torch.from_numpy(queries[part]) for part in (some[::2], some[1::2]))
@@ -79,12 +92,12 @@ class IvfIndex:
         self._choose(choosing, exact)
         self.recall = self._recall(others, exact.search(others, self._at))
         log.info(
-            "match.index: ivf: %d items in %d lists, of which a query reads %d: recall@%d %.4f "
-            "of %d users' vectors",
+            "index: ivf: %d items in %d lists, of which a query reads %d: recall@%d %.4f of %d "
+            "users' vectors",
             *(num_items, self.num_lists, self.num_probes, self._at, self.recall, len(others)),
         )
         if self.recall < PROMISED:
-            log.warning("match.index: ivf finds less than %.2f of the exact items", PROMISED)
+            log.warning("index: ivf finds less than %.2f of the exact items", PROMISED)
 
     @property
     def _at(self) -> int:
@@ -98,6 +111,17 @@ class IvfIndex:
     def _recall(self, queries: Tensor, wanted: Best) -> float:
         return recall(self.search(queries, self._at), wanted)
 
+    def without(self, rows: I64) -> IvfIndex:
+        """Return this index without items [n], in any order; it shares the vectors."""
+        if self._kept is None:
+            kept = np.full(-(-self._num_items // 8), 255, np.uint8)
+        else:
+            kept = self._kept.copy()
+        np.bitwise_and.at(kept, rows >> 3, ~(np.uint8(1) << (rows & 7).astype(np.uint8)))
+        other = copy.copy(self)
+        other._kept = kept
+        return other
+
     def search(self, queries: Tensor, k: int, hidden: Hidden | None = None) -> Best:
         """Find the best items of each query; see `Index`."""
         hidden_keys = torch.empty(0, dtype=torch.int64)  # query * num_items + item
@@ -106,7 +130,8 @@ class IvfIndex:
             most_hidden = int(torch.bincount(hidden.queries).max())
             hidden_keys = (hidden.queries * self._num_items + hidden.items).sort().values
         wide = min(self._num_items, k + most_hidden)
-        how = self._parameters(nprobe=self.num_probes)
+        kept = None if self._kept is None else self._selector(self._kept)
+        how = self._parameters(nprobe=self.num_probes, sel=kept)
         scores, items = map(torch.from_numpy, self._index.search(queries.numpy(), wide, params=how))
         keys = torch.arange(len(queries))[:, None] * self._num_items + items
         scores = scores.masked_fill((items < 0) | torch.isin(keys, hidden_keys), -torch.inf)

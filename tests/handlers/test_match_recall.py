@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
@@ -46,18 +47,22 @@ async def test_every_second_match_is_counted_with_what_it_lacks() -> None:
         given = np.concatenate([found.items[: 10 - lacks], others])
         for _ in range(2):
             checks.busy = 3
-            checks.offer(matcher, query, MatchedItems(given, found.scores))
+            checks.offer(given, partial(matcher.exactly, query))
             await checks.ended()
     assert checks.found == [(10, 0), (10, 3)]
+    for _ in range(2):
+        checks.offer(found.items, partial(matcher.exactly, query), lambda: False)  # other items now
+        await checks.ended()
+    assert len(checks.found) == 2
 
 
 async def test_one_check_runs_at_a_time_and_ends_with_the_service() -> None:
     pytest.importorskip("faiss", reason="faiss is not installed")
-    work = matched("ivf")
+    matcher, query, found = matched("ivf")
     checks = Checks()
     checks.busy = 10**9  # never idle
     for _ in range(8):
-        checks.offer(*work)
+        checks.offer(found.items, partial(matcher.exactly, query))
         await asyncio.sleep(0)
     assert len(checks._tasks) == 1
     await checks.stop()
@@ -68,8 +73,8 @@ async def test_one_check_runs_at_a_time_and_ends_with_the_service() -> None:
 async def test_what_no_index_has_searched_is_not_checked() -> None:
     pytest.importorskip("faiss", reason="faiss is not installed")
     checks = Checks()
-    for work in (matched("exact"), matched("ivf", "none's")):  # the second one by popularity
-        for _ in range(4):
-            checks.offer(*work)
-            await checks.ended()
+    matcher, query, found = matched("ivf", "none's")  # by popularity
+    for _ in range(4):
+        checks.offer(found.items, partial(matcher.exactly, query))
+        await checks.ended()
     assert not checks.found

@@ -172,7 +172,7 @@ def spare(rows: int, of: int) -> dict[str, str]:
 
 
 def missed(num: int, of: int) -> dict[str, str]:
-    name = 'npu_gr_match_%s_items_total{instance="a"}'
+    name = 'npu_gr_match_%s_items_total{index="match",instance="a"}'
     return {name % "missed": f"0+{num}x50", name % "checked": f"0+{of}x50"}
 
 
@@ -382,7 +382,7 @@ CAUSES: list[Case] = [
     *one("NpuGrCatalogueOld", {AGE: "700000x70"}, {AGE: "600000x70"}, 65, **INSTANCE),
     *one("NpuGrDeltasDiffer", deltas(4, 3), deltas(4, 4), 8),
     *one("NpuGrSpareItemRowsLow", spare(12, 64), spare(13, 64), 8, **INSTANCE),
-    *one("NpuGrMatchRecallLow", missed(2, 100), missed(1, 101), 45, **INSTANCE),
+    *one("NpuGrMatchRecallLow", missed(2, 100), missed(1, 101), 45, index="match", **INSTANCE),
     Case(missed(2, 4), 45, {}, ["NpuGrMatchRecallLow"]),  # too few to tell
     # a ranker without row dropout has none
     Case(spare(0, 0), 8, {}, ["NpuGrSpareItemRowsLow"]),

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from aiohttp import web
 
 from npu_gr.core.errors import Unavailable
+from npu_gr.core.settings import from_table
 from npu_gr.route import fan_out
+from npu_gr.route.config import RouterConfig
 from npu_gr.route.fan_out import Answered, Change, combined_answer
+from npu_gr.route.process import routing
+from tests.history_store.redis_server import redis_path
 from tests.route.fake import Fake, table_of
+from tests.server.test_deltas_over_http import Stream, post, rows_of, served
+from tests.serving import serving
 
 DELETE = Change("DELETE", "/v1/users/u", {})
 RELOAD = Change("POST", "/v1/catalog/reload", {})
@@ -110,6 +119,47 @@ async def test_a_rollback_that_may_have_been_done_is_not_repeated(tmp_path: Path
     finally:
         for fake in fakes:
             await fake.stop()
+
+
+@pytest.mark.parametrize("log", ["own", "folder", "stream"])
+async def test_a_delta_is_taken_by_every_instance(log: str, tmp_path: Path) -> None:
+    stream = Stream(tmp_path)
+    one, two, three = [await stream.next(rows_of("item.weight", row)) for row in (1, 2, 3)]
+    clients = []
+    async with AsyncExitStack() as stack:
+        shared: dict[str, str] = {}
+        if log == "stream":
+            shared = {"deltas_stream": f"unix://{stack.enter_context(redis_path(tmp_path))}"}
+        for name in ("i0", "i1", "i2"):
+            folder = tmp_path / ("all" if log == "folder" else name)
+            sections: dict[str, Any] = {
+                "models": {"deltas_from": str(folder), **shared},
+                "history_store": {"path": str(tmp_path / f"{name}.db")},
+            }
+            client, _ = await stack.enter_async_context(
+                serving(tmp_path, watched=False, **sections)
+            )
+            clients.append(client)
+        fakes = [Fake(f"i{n}") for n in range(3)]
+        for fake, client in zip(fakes, clients, strict=True):
+            fake.port = client.port or 0
+        table = table_of(fakes)
+        await stack.enter_async_context(routing(lambda: from_table(table, RouterConfig)))
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        url = f"http://127.0.0.1:{table['admin_port']}/v1/models/delta"
+        headers = {"Content-Type": "application/octet-stream"}
+        await post(clients[1], one)  # and the router brings the others to it
+        for number, file in ((1, one), (2, two), (2, two)):
+            async with http.post(url, data=file.read_bytes(), headers=headers) as answer:
+                found = await answer.json()
+                assert answer.status == 200, found
+            numbers = {name: body["models"][0]["delta"]["sequence"] for name, body in found.items()}
+            assert numbers == dict.fromkeys(("i0", "i1", "i2"), number)
+            assert [await served(client) for client in clients] == [number] * 3
+        torn = three.read_bytes()[:-5]
+        async with http.post(url, data=torn, headers=headers) as answer:
+            assert answer.status == 422
+            assert "is torn, or no delta" in (await answer.json())["detail"]
 
 
 @pytest.mark.parametrize(

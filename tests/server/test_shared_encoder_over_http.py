@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import Segment
 from npu_gr.model.own_items import OwnItems
 from npu_gr.model.weights import load
+from npu_gr.vector_search import encoder_index
 from npu_gr.vector_search.vectors import save as save_vectors
 from tests.models import CPU, events, tiny_order
 from tests.server.test_recommend_over_http import (
@@ -39,7 +41,7 @@ from tests.server.test_recommend_over_http import (
     recommend,
     results,
 )
-from tests.serving import FIRST_ID, columns, make_config, serving, write_checkpoint
+from tests.serving import FIRST_ID, columns, make_config, serving, until, write_checkpoint
 from tests.vector_search.vectors import KNOWN, make_vectors
 
 Client = TestClient[Any, Any]
@@ -705,3 +707,31 @@ async def test_versions_answer_from_their_own_tables_and_a_plain_ranker_is_rejec
         async with client.post("/v1/models/reload") as response:
             assert response.status != 200
         assert same(await recommend(client, num_items=NUM), after)
+
+
+async def test_an_approximate_index_takes_over_and_is_checked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("faiss", reason="faiss is not installed")
+    monkeypatch.setattr(encoder_index, "NUM_USERS", 8)
+    found = ByHand(folder).found(HISTORY, set(HISTORY["items"]))
+    async with serving(folder, **section(index="ivf")) as (client, service):
+        ranking = service.versions.ranker()
+        ranking._recall_checks._every = 1
+        search: Any = ranking.engine.search
+        for seed in range(8):
+            assert (await recommend(client, num_items=NUM, order="retrieval"))["items"] == found
+            if seed:
+                await recommend(client, user_id=f"u{seed}", history=history(20, seed))
+            await until(lambda: search.__self__._builder is None)
+        assert search.__self__._serving is not None
+        for order in ("retrieval", "blended"):
+            answer = await recommend(client, num_items=NUM, order=order)
+            assert len(set(answer["items"]) & set(found)) >= 0.9 * NUM
+            assert not only_seen(answer)
+        metrics = service.parts.metrics.registry
+        labels = {"index": "recommend"}
+        checked = partial(metrics.get_sample_value, "npu_gr_match_checked_items_total", labels)
+        await until(lambda: (checked() or 0) >= NUM)
+        one = await recommend(client, allow_items=found[5:9], num_items=NUM, order="retrieval")
+        assert one["items"] == found[5:9]

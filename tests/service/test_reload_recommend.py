@@ -129,6 +129,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "recommend.rules.deny: filter: no attribute 'brand'",
     ),
     ("two", {"match": {"vectors": "nowhere"}}, "match.vectors: nowhere"),
+    ("two", {"recommend": {"index": "ivf"}}, "recommend.index: cannot change while"),
     ("one", {"match": None}, "match: cannot be added or removed while the instance runs"),
     ("one", {"recommend": None}, "recommend: cannot be added or removed"),
     (

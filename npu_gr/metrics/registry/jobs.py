@@ -95,22 +95,29 @@ class MatchMetrics:
 
     def __init__(self, make: Families) -> None:
         self._matched = make.counter("matched_items_total", "Items that matches returned.")
-        self._checked = make.counter(
+        checked = make.counter(
             "match_checked_items_total",
             "Items of the exact searches that an approximate index was checked by.",
+            ("index",),
         )
-        self._missed = make.counter(
-            "match_missed_items_total", "Items of these searches that the answers lacked."
+        missed = make.counter(
+            "match_missed_items_total", "Items of these searches that the index lacked.", ("index",)
         )
+        self._checks = {
+            of: (checked.labels(of), missed.labels(of)) for of in ("match", "recommend")
+        }
 
     def answered(self, answer: MatchAnswer) -> None:
         """Count the items of a match."""
         self._matched.inc(len(answer.item_ids))
 
-    def checked(self, num_items: int, num_missed: int) -> None:
-        """Count the items of an exact search, and those that the checked answer lacks."""
-        self._checked.inc(num_items)
-        self._missed.inc(num_missed)
+    def checked(self, index: str, num_items: int, num_missed: int) -> None:
+        """Count the items of an exact search, and those that the checked answer lacks.
+
+        `index` is the section that has the index: match or recommend.
+        """
+        for counter, num in zip(self._checks[index], (num_items, num_missed), strict=True):
+            counter.inc(num)
 
 
 class RecommendMetrics:
