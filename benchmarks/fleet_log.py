@@ -93,8 +93,8 @@ def lines(folder: Path, num_events: int, seed: int) -> Iterator[Line]:
         )  # fmt: skip
         rates = [one[1].events_cpu_s for one in (files, arrays)]
         yield compared(
-            "fleet", f"{case}: the larger one", rates[0], "events a CPU second", "as arrays", rates[1],
-            rates[0] / rates[1], AS_FAST,
+            "fleet", f"{case}: the larger one", rates[0], "events a CPU second", "as arrays",
+            rates[1], rates[0] / rates[1], AS_FAST,
         )  # fmt: skip
 
 
