@@ -20,6 +20,7 @@ from npu_gr.model.feature_rows import NewItems
 from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hot_rows import RowReads
 from npu_gr.model.hstu import HSTU
+from npu_gr.model.hstu_input import shown_term
 from npu_gr.model.served_weights import Patch
 from npu_gr.model.weight_stamps import WeightStamps
 
@@ -56,6 +57,7 @@ class DeviceWeights:
         self._items: torch.Tensor | None = None
         self._stamps: WeightStamps | None = None  # of the weights as they are now
         self._new_items: dict[int, NewItems] = {}  # inputs of the vector of each spare row
+        self.shown = shown_term(model)  # as the weights are now
         # called with item rows whose vectors were written, before a pass reads them
         self.on_written: Callable[[I64], None] = lambda _rows: None
 
@@ -115,6 +117,7 @@ class DeviceWeights:
             items.write(at, self._model.next_item[None])
         self._stamps = stamps
         self._backend.synchronize()
+        self.shown = shown_term(self._model)
 
     @torch.inference_mode()
     def _write_rows(self, rows: I64, vectors: torch.Tensor) -> None:

@@ -41,6 +41,7 @@ from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_layer import HostTokens, Past, Segment
+from npu_gr.model.shown_term import ShownTerm
 
 FOUND = 200  # items to find in the warm-up
 SMOOTHING = 0.1  # weight of the newest search in the estimated time of one
@@ -498,7 +499,7 @@ class RankEngine(PageJobs):
                 if p.vector is not None:
                     (products,) = self.backend.fetch([self._products(p)])
                     scores[place] = np.concatenate([scores[place], products[:, None]], 1)
-            return scores
+            return _with_shown(self.weights.shown, passes, scores)
         tensors = self.model(
             self.backend, self._batches.tensors(self.backend, passes, is_next=False)
         )
@@ -508,7 +509,7 @@ class RankEngine(PageJobs):
         # A prefill: wait, since its pages may be read once this returns.
         if not any(len(p.candidates) for p in passes):
             self.backend.synchronize()
-        return self.backend.fetch(tensors)
+        return _with_shown(self.weights.shown, passes, self.backend.fetch(tensors))
 
     def find_all(self, works: Sequence[FindPass]) -> list[NextItems]:
         """Find items for all requests in one pass and one search, and score them if asked to.
@@ -581,7 +582,9 @@ class RankEngine(PageJobs):
             answer = NextItems(own, u)
             if count:
                 part = slice(end, end := end + count)
-                scores = RankScores(found.logits[part], found.products[part])
+                ranked = work.history.then(own[:count], u, None)
+                (logits,) = _with_shown(self.weights.shown, [ranked], [found.logits[part]])
+                scores = RankScores(logits, found.products[part])
                 answer = NextItems(own, u, own[:count], scores, work.history.features)
             answers.append(answer)
         return answers
@@ -660,6 +663,14 @@ class RankEngine(PageJobs):
             for k in (0, FOUND)
         ]
         return max(0.0, with_s - without_s)
+
+
+def _with_shown(term: ShownTerm | None, passes: Sequence[RankPass], scores: list[F32]) -> list[F32]:
+    """Add the term of shown items, if there is one, to the logits [c, ...] of each pass."""
+    if term is not None:
+        for work, own in zip(passes, scores, strict=True):
+            own[:, term.task] += term(work.tokens.rows, work.candidates)
+    return scores
 
 
 def _last_steps(

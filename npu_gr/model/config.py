@@ -72,6 +72,7 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # kinds of events, e.g. ratings; an event's action is an index into it
     actions: tuple[str, ...]
     tasks: tuple[str, ...]  # one logit each, e.g. click, like
+    shown_task: str = ""  # task whose logit has a term of counts, see `shown_term.py`; empty = none
     dim: Count = 64
     num_layers: Count = 2
     num_heads: Count = 2
@@ -135,6 +136,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             names = getattr(self, field)
             if not names or len(set(names)) != len(names):
                 raise ValueError(f"{field}: needs at least one name, each once, got {names!r}")
+        if self.shown_task and self.shown_task not in self.tasks:
+            raise ValueError(f"shown_task: {self.shown_task!r} is none of the tasks")
         if self.time_buckets is not None and self.relative_bias != "position_time":
             raise ValueError("time_buckets: only with relative_bias 'position_time'")
         if self.attention_norm_in_concat and self.residual != "concat":
@@ -187,6 +190,8 @@ class HSTUConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ):
             if getattr(self, field) == value:
                 raise ValueError(f"{field}: {value!r} not with attention_window_tokens ({rule})")
+        if self.shown_task:
+            raise ValueError("shown_task: not with attention_window_tokens: it reads every token")
         if self.query_times is not None:
             raise ValueError(
                 "query_times: not with attention_window_tokens (E3: it reads the request's time)"
@@ -282,7 +287,7 @@ LATER = (
         "head_item_norm",
     ),
     *("head_norm_eps", "head_activation", "head_scale", "item_codes", "row_dropout", "user_tokens"),
-    *("attention_window_tokens", "attention_first_tokens"),
+    *("attention_window_tokens", "attention_first_tokens", "shown_task"),
 )
 
 # Keys of a checkpoint's config.json that have one value: our forward pass computes that variant

@@ -24,6 +24,7 @@ from npu_gr.model.config import HSTUConfig
 from npu_gr.model.feature_rows import FeatureTable, FeatureValues, ItemCodeRows, NewItems
 from npu_gr.model.hot_rows import HotRows
 from npu_gr.model.hstu_layer import ClockMix, HSTULayer, Segment, edges_of, head_mlp, head_norm
+from npu_gr.model.shown_term import NUM_COLUMNS, ShownTerm
 
 
 class HSTUWeights(nn.Module):
@@ -35,6 +36,7 @@ class HSTUWeights(nn.Module):
     # both only with `mf_score`; see `core/feature_schema/factors.py`
     factors_of_items: Tensor
     factors_of_actions: Tensor
+    factors_of_shown: Tensor  # only with `shown_task`; see `shown_term.py`
 
     def __init__(self, config: HSTUConfig, *, has_item_rows: bool = True) -> None:
         """Make random weights.
@@ -75,6 +77,8 @@ class HSTUWeights(nn.Module):
         if config.has_factors:
             self.register_buffer("factors_of_items", torch.zeros(config.num_items, 1 + NUM_FACTORS))
             self.register_buffer("factors_of_actions", torch.zeros(len(config.actions)))
+        if config.shown_task:
+            self.register_buffer("factors_of_shown", torch.zeros(config.num_items, NUM_COLUMNS))
         if config.positions != "none":
             self.position = nn.Embedding(config.max_history_tokens + 1, config.dim)
         self.layers = nn.ModuleList(HSTULayer(config) for _ in range(config.num_layers))
@@ -461,3 +465,11 @@ def cross_features(model: HSTUWeights) -> CrossFeatures:
             model.factors_of_items.cpu().numpy(), model.factors_of_actions.cpu().numpy()
         )
     return CrossFeatures(config.features_of("cross"), config.actions, tables, factors)
+
+
+def shown_term(model: HSTUWeights) -> ShownTerm | None:
+    """Make the term of shown items on the host; None = the model has none."""
+    config = model.config
+    if not config.shown_task:
+        return None
+    return ShownTerm(config.tasks.index(config.shown_task), model.factors_of_shown.cpu().numpy())

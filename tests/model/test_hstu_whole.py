@@ -39,6 +39,7 @@ SUPPORTED = {
         "positions",
         "user_tokens",
     ),
+    "shown_task",  # added to the logits by `RankEngine`, whatever computed them
 }
 # a value other than the default makes a ranker's layers, or its head, run op by op
 UNSUPPORTED = {

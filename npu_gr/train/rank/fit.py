@@ -53,6 +53,7 @@ from npu_gr.train.rank.schema import (
     write_item_schema,
 )
 from npu_gr.train.rank.shown import position_biases, start_bias
+from npu_gr.train.rank.shown_term import fit_term
 from npu_gr.train.rank.warm import start_at
 from npu_gr.train.resume import NO_STATES, TrainingStates
 from npu_gr.train.steps import EpochTrainer, TrainingProgress
@@ -127,6 +128,8 @@ def fit(
     model = new_model(log, item_features, tasks, options, features, codes)
     if start is not None:
         start_at(model, log.item_ids, start)
+    if model.config.shown_task:
+        model.factors_of_shown.copy_(torch.from_numpy(fit_term(log, options.max_history_tokens)))
     folds = None
     if model.config.has_factors:
         served, folds = factorise(log, tasks, options.seed)
@@ -236,6 +239,9 @@ def new_model(
             features=tuple(features),
             actions=log.names_of_actions,
             tasks=tuple(task.name for task in tasks),
+            shown_task=next(
+                (t.name for t in tasks if t.shown and not options.attention_window_tokens), ""
+            ),
             dim=options.dim,
             num_layers=options.num_layers,
             num_heads=options.num_heads,

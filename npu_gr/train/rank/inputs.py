@@ -35,6 +35,7 @@ from npu_gr.model.feature_rows import FeatureValues
 from npu_gr.model.hstu import HSTU
 from npu_gr.model.hstu_input import cross_features
 from npu_gr.model.hstu_layer import Segment
+from npu_gr.model.shown_term import SCORES, TASTES
 from npu_gr.train.data import Batch, Bools, InteractionLog, count_trained
 from npu_gr.train.metrics import F64
 from npu_gr.train.rank.forward import HistoryBatch
@@ -209,6 +210,21 @@ def pages_of(log: InteractionLog) -> I64:
     return begins
 
 
+def tastes_of(log: InteractionLog, read: F32 | F64, max_events: int) -> F64:
+    """Sum up p of the history before each event, see `ShownTerm`: float64 [events, k].
+
+    Args:
+        log: Log that holds the users' histories.
+        read: [num_items, k] the r of each item.
+        max_events: Most events of a history that are read, the newest ones.
+    """
+    sums = np.concatenate([np.zeros((1, read.shape[1])), np.cumsum(read[log.items], 0, np.float64)])
+    events = np.arange(len(log.items))
+    starts = np.maximum(log.starts[log.users], events - max_events)
+    found: F64 = (sums[events] - sums[starts]) / np.sqrt((events - starts).clip(min=1))[:, None]
+    return found
+
+
 class LogInputs:
     """The inputs of one model's schema for one log.
 
@@ -230,6 +246,7 @@ class LogInputs:
         """
         self.log = log
         self.max_events = model.config.max_history_tokens - bool(model.config.features_of("user"))
+        self._shown = model.factors_of_shown if model.config.shown_task else None
         self._encoders = {of: FeatureEncoder(model.config.features_of(of)) for of in OFS}
         self._logged = LoggedCross(log, cross_features(model), self.max_events, folds)
         self._of_user = self._encoded("user", {}, log.num_users)
@@ -256,6 +273,27 @@ class LogInputs:
         """Number of events of each event's page, int64 [n]."""
         found: I64 = np.bincount(self.pages, minlength=len(self.pages))[self.pages]
         return found
+
+    @cached_property
+    def _tastes(self) -> Tensor:
+        assert self._shown is not None
+        read = self._shown[:, TASTES].numpy()
+        return torch.from_numpy(tastes_of(self.log, read, self.max_events)).float()
+
+    def shown_term(self, events: Tensor, candidates: Tensor) -> Tensor:
+        """Compute the term of items shown just before events, as `ShownTerm` does in service.
+
+        Args:
+            events: int64 [...] index of the first event of each page.
+            candidates: int64 [..., c] item rows.
+
+        Returns:
+            float32 [..., c]; 0 if the model has none.
+        """
+        if self._shown is None:
+            return torch.zeros(candidates.shape)
+        rows = self._shown[candidates]
+        return rows[..., 0] + (rows[..., SCORES] * self._tastes[events][..., None, :]).sum(-1)
 
     @cached_property
     def draw_shares(self) -> Tensor:

@@ -31,41 +31,12 @@ from npu_gr.train.metrics import F64, Difference, auc, difference_of_auc, known
 from npu_gr.train.rank.forward import EncodedHistories
 from npu_gr.train.rank.inputs import LogInputs, pages_of
 from npu_gr.train.rank.options import TrainOptions
+from npu_gr.train.rank.shown_term import item_odds, pages
 
 MAX_SHOWN = 8  # impressions of an event in one step
 MAX_POSITION = 50  # further positions share a term
 BIAS_SCALE = 10.0  # the terms learn so much faster than other weights, and first
 BATCH_TOKENS = 2048
-
-
-def shown_rates(log: InteractionLog) -> F64:
-    """Compute how often each item is clicked where it is shown, in the trained events.
-
-    A rate is smoothed by as many pseudo-impressions at the rate of all items as fit the spread of
-    the items' rates (beta-binomial, by the method of moments): where chance explains the spread,
-    all rates are equal.
-
-    Returns:
-        float64 [num_items] rates, 0 .. 1; that of all items for an item that was not shown.
-    """
-    shown = log.shown
-    assert shown is not None
-    own = log.trained & ((shown.of_events >= 0) | ~(shown.of_events >= 0).any())
-    clicks, misses = (
-        np.bincount(items, minlength=log.num_items)
-        for items in (log.items[own], shown.items[log.trained[shown.events]])
-    )
-    counts = clicks + misses
-    total = max(1, int(counts.sum()))
-    mean = clicks.sum() / total
-    spread = (counts * (clicks / counts.clip(min=1) - mean) ** 2).sum() / (mean * (1 - mean) or 1.0)
-    by_chance = max(0, int((counts > 0).sum()) - 1)
-    share = (spread - by_chance) / max(1e-9, total - np.square(counts / total**0.5).sum())
-    num_pseudo = 1 / min(max(share, 1e-9), 1.0) - 1
-    rates: F64 = np.full(log.num_items, mean)
-    seen = counts > 0
-    rates[seen] = (clicks[seen] + num_pseudo * mean) / (counts[seen] + num_pseudo)
-    return rates
 
 
 def position_biases() -> nn.Embedding:
@@ -139,7 +110,7 @@ def shown_loss(
     rows = encoded.rows(
         candidates, some, inputs.request(moments), inputs.cross_of(moments, candidates)
     )
-    logits = model.task_logits(rows)[..., task]
+    logits = model.task_logits(rows)[..., task] + inputs.shown_term(moments, candidates)
     logits = logits + BIAS_SCALE * biases((places + 1).clamp(0, MAX_POSITION + 1))[..., 0]
     labels = torch.zeros_like(logits)
     labels[..., 0] = 1
@@ -196,6 +167,11 @@ def shown_logits(
         for row, place in enumerate(places):
             own = slice(begin[place], begin[place] + counts[place])
             found[own] = logits[row, : counts[place]]
+    for column, task in enumerate(tasks):
+        if model.config.tasks[task] == model.config.shown_task:
+            found[:, column] += inputs.shown_term(
+                torch.from_numpy(events), torch.from_numpy(candidates)[:, None]
+            )[:, 0].numpy()
     return found
 
 
@@ -214,23 +190,17 @@ class ShownFigures:
             task: Index of that task.
             next_task: Index of the task of the next item; None = there is none.
         """
-        shown = log.shown
-        assert shown is not None
         self._name = name
-        is_tested = ~log.trained
-        own = np.flatnonzero(is_tested & ((shown.of_events >= 0) | ~(shown.of_events >= 0).any()))
-        is_tested_shown = is_tested[shown.events]
-        events = np.concatenate([own, shown.events[is_tested_shown]])
-        items = np.concatenate([log.items[own], shown.items[is_tested_shown]])
-        labels = np.arange(len(events)) < len(own)
-        order = np.argsort(events, kind="stable")
-        self.events, self.items = events[order], items[order]
-        self.labels = labels[order]
+        rows = pages(log, ~log.trained)
+        order = np.argsort(rows.events, kind="stable")
+        self.events, self.items = rows.events[order], rows.items[order]
+        self.labels = rows.clicked[order]
         self.users = log.users[self.events]
         tasks = [task] if next_task is None else [task, next_task]
         moments = pages_of(log)[self.events]
         self.logits = shown_logits(log, model, moments, self.items, tasks)
-        self.rates = shown_rates(log)[self.items]  # the simplest baseline
+        # the simplest baseline
+        self.rates = item_odds(pages(log, log.trained), log.num_items)[self.items]
 
     @property
     def auc(self) -> float:

@@ -17,7 +17,7 @@ from npu_gr.train.metrics import difference_of_auc
 from npu_gr.train.rank.fit import fit
 from npu_gr.train.rank.inputs import pages_of
 from npu_gr.train.rank.options import NEXT, SHOWN, Task, TrainOptions, choose_tasks, make_labels
-from npu_gr.train.rank.shown import MAX_SHOWN, ShownFigures, _draws, shown_logits, shown_rates
+from npu_gr.train.rank.shown import MAX_SHOWN, ShownFigures, _draws, shown_logits
 from npu_gr.train.rank.train import train_rank
 
 START = 1_700_000_000
@@ -171,31 +171,6 @@ def test_impressions_tell_what_is_clicked_from_what_is_shown_often() -> None:
     assert "WARNING" not in with_shown.text()
     with_shown.logits[:, 0] = np.random.default_rng(0).random(len(tested))
     assert "WARNING: do not order pages by click: how often" in with_shown.text()
-
-
-def test_click_rates_are_of_trained_pages_and_shrink_to_what_chance_explains() -> None:
-    pages = synthetic(2, 60, 12)
-    log = build_log(logged(pages), [], "user-time")
-    shown = log.shown
-    assert shown is not None
-    rates = shown_rates(log)
-    clicks, counts = np.zeros(12), np.zeros(12)
-    for event in np.flatnonzero(log.trained).tolist():
-        clicks[log.items[event]] += 1
-        counts[log.items[event]] += 1
-    for event, item in zip(shown.events.tolist(), shown.items.tolist(), strict=True):
-        counts[item] += bool(log.trained[event])
-    mean = clicks.sum() / counts.sum()
-    plain = clicks / counts
-    # between its own rate and that of all, closer to its own the more often it was shown
-    own_share = (rates - mean) / (plain - mean)
-    assert ((own_share > 0) & (own_share < 1)).all()
-    np.testing.assert_array_equal(np.argsort(own_share), np.argsort(counts, kind="stable"))
-    # pages that are clicked by chance alone: all items are alike
-    random = np.random.default_rng(0)
-    alike = [page._replace(clicked=(random.random(5) < 0.4).tolist()) for page in pages]
-    by_chance = shown_rates(build_log(logged(alike), [], "user-time"))
-    assert by_chance.max() - by_chance.min() < 0.1 * (plain.max() - plain.min())
 
 
 def test_the_position_explains_what_the_item_does_not() -> None:
