@@ -5,7 +5,7 @@
     prepare     a log in parts by user, each prepared and all merged, against one run
     ray         the same log prepared on a local Ray of one and of two workers; skipped without Ray
     ranks       steps a second of each training on one and on two ranks of torch.distributed
-    log         memory of a training by its log's events, as arrays and in mapped files
+    log         memory and speed of a training by its log's events, as arrays and in mapped files
     store       appends to the histories on a Redis Cluster of three, against one Redis
 
 All is measured in CPU time, except on Ray, on ranks and for the store: there other processes share

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from npu_gr.core.errors import ConfigError, NpuGrError
 if TYPE_CHECKING:
     import msgspec
 
-    from npu_gr.history_store.interactions import Interactions
+    from npu_gr.history_store.interactions import Interactions, ItemValues
     from npu_gr.train.generate.train import GenerateOptions
     from npu_gr.train.rank.options import TrainOptions
     from npu_gr.train.stored_log import StoredLog
@@ -286,7 +286,6 @@ def train_rank(
     from rich.console import Console
 
     from npu_gr.core.settings import override
-    from npu_gr.dataset import read_log
     from npu_gr.train.data import build_log
     from npu_gr.train.distributed import joined
     from npu_gr.train.generate.codes import read_codes
@@ -295,6 +294,7 @@ def train_rank(
     from npu_gr.train.rank.train import train_rank as work
     from npu_gr.train.resume import NO_STATES, kept_states
     from npu_gr.train.steps import training_progress
+    from npu_gr.train.stored_log import StoredLog
 
     torch.set_num_threads(threads)
     options = override(_rank_presets()[preset], [f"budget_s={budget_s}", *overrides])
@@ -311,17 +311,13 @@ def train_rank(
     features, names = read_items(log, items, list(item_features))
     with joined() as ranks, ExitStack() as files:
         console = Console(quiet=not ranks.is_first)
-        on_disk = None
-        if log.is_dir():
-            from npu_gr.train.store_events import stored
-
-            folder = out / f".events-{ranks.rank}"
-            on_disk = files.enter_context(stored(log, features, options.memory_events, folder))
-        if on_disk is not None:
-            data: Interactions | StoredLog = on_disk
-            some = on_disk.sample(on_disk.split(options.split), options.seed)[0]
+        folder = out / f".events-{ranks.rank}"
+        data = files.enter_context(
+            _events(log, features, options.memory_events, folder, value_column)
+        )
+        if isinstance(data, StoredLog):
+            some = data.sample(data.split(options.split), options.seed)[0]
         else:
-            data = read_log(log, value_column=value_column)
             some = build_log(data, features, options.split)
         given = None
         if codes is not None:
@@ -341,6 +337,27 @@ def train_rank(
     found = example(some, names)
     body = {"user_id": "me", "candidates": found.others, "history": found.history}
     click.echo(next_command(out, "/v1/rank", body))
+
+
+@contextmanager
+def _events(
+    log: Path,
+    features: list[ItemValues],
+    most: int,
+    folder: Path,
+    value_column: str,
+    *,
+    leaves_out: bool = False,
+) -> Iterator[Interactions | StoredLog]:
+    """Read a log, or map a dataset of more than so many events; arguments as `stored`."""
+    from npu_gr.dataset import read_log
+    from npu_gr.train.store_events import stored
+
+    if not log.is_dir():
+        yield read_log(log, value_column=value_column)
+        return
+    with stored(log, features, most, folder, leaves_out=leaves_out) as on_disk:
+        yield on_disk or read_log(log)
 
 
 def _continue(
@@ -429,33 +446,33 @@ def train_generate(
     from npu_gr.train.distributed import joined
     from npu_gr.train.generate.publish import how_to_serve, prepare, publish
     from npu_gr.train.generate.train import train_generator
-    from npu_gr.train.options import read_training_data
+    from npu_gr.train.options import read_items
     from npu_gr.train.resume import NO_STATES, kept_states
     from npu_gr.train.steps import training_progress
 
     torch.set_num_threads(threads)
     options = override(_generate_presets()[preset], overrides)
     source = log or movielens_100k()
-    data = read_training_data(
-        source, value_column=value_column, items=items, columns=list(item_features)
-    )
-    with joined() as ranks:
+    features, names = read_items(source, items, list(item_features))
+    with joined() as ranks, ExitStack() as files:
         console = Console(quiet=not ranks.is_first)
+        folder = out / f".events-{ranks.rank}"
+        data = files.enter_context(
+            _events(source, features, options.memory_events, folder, value_column, leaves_out=True)
+        )
         states = NO_STATES
         if ranks.is_first:
             prepare(out)
-            states = kept_states(out, data.interactions, data.features, codes)
+            states = kept_states(out, data, features, codes)
         with training_progress(console) as show:
-            trained = train_generator(
-                data.interactions, data.features, options, codes, show, states=states
-            )
+            trained = train_generator(data, features, options, codes, show, states=states)
     if not ranks.is_first:
         return
     states.remove()
     console.print(trained.report.table())
     click.echo(trained.report.text())
-    data.names.save(out)
-    click.echo(how_to_serve(publish(trained, data.features, options, out), trained, data.names))
+    names.save(out)
+    click.echo(how_to_serve(publish(trained, features, options, out), trained, names))
 
 
 @train.command("retrieve", epilog=LISTED)

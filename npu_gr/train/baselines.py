@@ -246,7 +246,7 @@ def _events_of_each(owners: I64, count: int) -> list[I64]:
 
 
 VALIDATION_USERS = 1000  # most users of the validation
-MAX_EDGES = 2_000_000  # linear models are skipped above it: tuning one would take minutes
+MAX_EDGES = 2_000_000  # of a linear model, which takes minutes to tune; of more, a sample
 ITEM_EXPONENTS = (0.0, 0.5)  # PureSVD's item exponents
 NUM_VALUES = (16, 32, 64)  # PureSVD's numbers of singular values
 ITEM_KNN = "ItemKNN"
@@ -284,9 +284,7 @@ def fit_baselines(log: InteractionLog, split: Split, seed: int) -> Iterator[Base
     """Fit the next-item baselines to the trained events, one after the other.
 
     These are popularity, Markov counts, the user's own recency and frequency, decayed transitions,
-    ItemKNN, EASE and PureSVD, less those of `skipped_baselines`. To choose the settings of the last
-    three, the trained events are split again. The settings with the best smooth HIT win: on unseen
-    items, or on all items if most next items are repeats.
+    and those of `fit_linear`, less those of `skipped_baselines`.
 
     Args:
         log: The log, split into trained and tested events.
@@ -295,9 +293,17 @@ def fit_baselines(log: InteractionLog, split: Split, seed: int) -> Iterator[Base
     """
     markov = Markov(log)
     yield from (Popularity(log), markov, OwnHistory(markov), DecayedTransitions(log))
+    if len(graph_of(log).users) <= MAX_EDGES:
+        yield from fit_linear(log, split, seed)
+
+
+def fit_linear(log: InteractionLog, split: Split, seed: int) -> Iterator[LinearBaseline]:
+    """Fit ItemKNN, EASE and PureSVD; arguments as `fit_baselines`.
+
+    To choose their settings, the trained events are split again. The settings with the best smooth
+    HIT win: on unseen items, or on all items if most next items are repeats.
+    """
     graph = graph_of(log)
-    if len(graph.users) > MAX_EDGES:
-        return
     kinds: dict[str, Models] = {ITEM_KNN: item_knns, "EASE": eases, "PureSVD": _svds}
     if ease_is_too_large(graph) is not None:
         del kinds["EASE"]
@@ -317,6 +323,23 @@ def skipped_baselines(log: InteractionLog) -> tuple[str, ...]:
         )
     too_large = ease_is_too_large(graph)
     return () if too_large is None else (too_large,)
+
+
+def sample_users(log: InteractionLog, tested: I64, seed: int) -> I64:
+    """Choose users of a log that is too large for `fit_linear`: the tested ones, others at random.
+
+    Returns:
+        int64 [u] ascending, with at most `MAX_EDGES` pairs of user and item; empty = the log is
+        not too large, or the tested users alone are.
+    """
+    degrees = graph_of(log).degrees()[0]
+    if degrees.sum() <= MAX_EDGES:
+        return tested[:0]
+    drawn = np.random.default_rng(seed).permutation(log.num_users)
+    order = np.concatenate([tested, drawn[~np.isin(drawn, tested)]])
+    total = np.cumsum(degrees[order])
+    num_users = int(np.searchsorted(total, MAX_EDGES, "right"))
+    return np.sort(order[:num_users]) if num_users >= len(tested) else tested[:0]
 
 
 def _validation(log: InteractionLog, split: Split, seed: int) -> tuple[Graph, Evaluator]:

@@ -169,6 +169,17 @@ class InteractionLog:
         """
         return _split(self, self.trained, split)
 
+    def without_last(self) -> InteractionLog:
+        """Hold out each user's last trained event too: leave-one-out again, without a copy.
+
+        Raises:
+            DataError: nothing is left to train on.
+        """
+        num_trained = np.maximum(self.num_trained - 1, 0)
+        if not num_trained.any():
+            raise DataError(f"{len(self.items)} interactions: no user has two trained events")
+        return replace(self, num_trained=num_trained)
+
     def all_trained(self) -> InteractionLog:
         """Train on every event: nothing is left to test on."""
         return replace(self, num_trained=np.diff(self.starts))
@@ -239,19 +250,48 @@ def blocks_of_users(log: InteractionLog, block_events: int) -> Iterator[slice]:
         first = until
 
 
+def trained_blocks(log: InteractionLog) -> Iterator[tuple[I64, I64]]:
+    """Yield the users and the places in the log of the trained events, a block at a time."""
+    for block in blocks_of_users(log, BLOCK_EVENTS):
+        counts = log.num_trained[block]
+        users = np.repeat(np.arange(block.start, block.stop), counts)
+        first = np.repeat(log.starts[block] - (np.cumsum(counts) - counts), counts)
+        yield users, first + np.arange(len(users))
+
+
 def count_trained(log: InteractionLog, column: I64, most: int) -> I64:
     """Count the trained events by a column, [n] values in 0 .. most - 1: int64 [most].
 
     A block of the events is in memory at a time.
     """
     total = np.zeros(most, np.int64)
-    for users in blocks_of_users(log, BLOCK_EVENTS):
-        starts = log.starts[users.start : users.stop + 1]
-        sizes = np.diff(starts)
-        place = np.arange(starts[0], starts[-1]) - np.repeat(starts[:-1], sizes)
-        is_trained = place < np.repeat(log.num_trained[users], sizes)
-        total += np.bincount(column[starts[0] : starts[-1]][is_trained], minlength=most)
+    for _, events in trained_blocks(log):
+        total += np.bincount(column[events], minlength=most)
     return total
+
+
+def events_of(log: InteractionLog, users: I64) -> InteractionLog:
+    """Read the events of some users into memory; the users are numbered anew, in their order.
+
+    Features of users and events, and impressions, are left out.
+
+    Args:
+        log: Log of all users.
+        users: int64 [u] the users, each once.
+    """
+    counts = np.diff(log.starts)[users]
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    places = np.repeat(log.starts[users] - starts[:-1], counts) + np.arange(starts[-1])
+    return replace(
+        log,
+        items=np.asarray(log.items[places]),
+        actions=np.asarray(log.actions[places]),
+        times=np.asarray(log.times[places]),
+        starts=starts,
+        num_trained=log.num_trained[users],
+        columns=(),
+        shown=None,
+    )
 
 
 def to_train_on(users: npt.NDArray[np.integer], times: I64, split: Split) -> Bools:
@@ -460,7 +500,7 @@ MAX_APART = 2  # an item follows another if it comes at most so many events late
 
 
 class Augmentation:
-    """Draws random variations of a log's trained events, against overfitting to short histories.
+    """Draws random variations of trained events, against overfitting to short histories.
 
         skip    leave an event out, so the items around it follow each other
         swap    replace an item by another one that followed the item before it, in any history
@@ -474,21 +514,22 @@ class Augmentation:
     """
 
     def __init__(self, log: InteractionLog, skip_ratio: float, swap_ratio: float) -> None:
-        """Count which items follow which in the trained events.
+        """Count which items follow which in the trained events, if some are to be swapped.
 
         Args:
-            log: The log to vary.
+            log: The log to vary, or a sample of its users. An event after an item that no event
+                of the sample follows is not swapped.
             skip_ratio: Share of the events to leave out, 0 .. 1.
             swap_ratio: Share of the events that get another item, 0 .. 1. A user's first event
                 keeps its item.
         """
-        self._log = log
         self._skip_ratio = skip_ratio
         self._swap_ratio = swap_ratio
-        self._users = log.users
-        self._trained = log.trained
+        if not swap_ratio:
+            return
+        users, trained = log.users, log.trained
         near = [
-            (apart, self._trained[apart:] & (self._users[apart:] == self._users[:-apart]))
+            (apart, trained[apart:] & (users[apart:] == users[:-apart]))
             for apart in range(1, MAX_APART + 1)
         ]
         leads = np.concatenate([log.items[:-apart][both] for apart, both in near])
@@ -496,25 +537,24 @@ class Augmentation:
         self._follows = follows[np.argsort(leads, kind="stable")]
         self._starts = np.concatenate([[0], np.cumsum(np.bincount(leads, minlength=log.num_items))])
 
-    def draw(self, random: np.random.Generator) -> InteractionLog:
-        """Draw one variation: the trained events, some left out, some with other items.
+    def draw(self, log: InteractionLog, random: np.random.Generator) -> InteractionLog:
+        """Draw a variation of a log: the trained events, some left out, some with other items.
 
         Returns the log itself if both ratios are 0.
         """
         if not self._skip_ratio and not self._swap_ratio:
-            return self._log
-        log = self._log
-        items = log.items.copy()
-        has_before = self._trained & (np.diff(self._users, prepend=-1) == 0)
-        at = np.flatnonzero(has_before & (random.random(len(items)) < self._swap_ratio))
-        before = log.items[at - 1]
-        # never empty: the item that is swapped follows the item before it
-        counts = self._starts[before + 1] - self._starts[before]
-        items[at] = self._follows[
-            self._starts[before] + (random.random(len(at)) * counts).astype(np.int64)
-        ]
-        kept = self._trained & (random.random(len(items)) >= self._skip_ratio)
-        num_kept = np.bincount(self._users[kept], minlength=log.num_users)
+            return log
+        users, trained = log.users, log.trained
+        items = np.array(log.items)
+        swapped = random.random(len(items)) < self._swap_ratio
+        if self._swap_ratio:
+            at = np.flatnonzero(trained & (np.diff(users, prepend=-1) == 0) & swapped)
+            first = self._starts[log.items[at - 1]]
+            counts = self._starts[log.items[at - 1] + 1] - first
+            place = first + (random.random(len(at)) * counts).astype(np.int64)
+            items[at[counts > 0]] = self._follows[place[counts > 0]]
+        kept = trained & (random.random(len(items)) >= self._skip_ratio)
+        num_kept = np.bincount(users[kept], minlength=log.num_users)
         return replace(
             log,
             shown=None,

@@ -10,14 +10,23 @@ Where the events are makes no difference: arrays in memory and mapped files give
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import overload
 
 import numpy as np
 
 from npu_gr.core.arrays import I64
-from npu_gr.train.data import BLOCK_EVENTS, Batch, Batches, InteractionLog, batches, windows
+from npu_gr.train.data import (
+    BLOCK_EVENTS,
+    Batch,
+    Batches,
+    InteractionLog,
+    batches,
+    events_of,
+    windows,
+)
 
+Vary = Callable[[InteractionLog, np.random.Generator], InteractionLog]
 PIECE_EVENTS = 1 << 14  # about so many events of neighbouring users stay together
 
 
@@ -28,6 +37,8 @@ def epoch(
     random: np.random.Generator,
     block_events: int = BLOCK_EVENTS,
     piece_events: int = PIECE_EVENTS,
+    *,
+    vary: Vary | None = None,
 ) -> Sequence[Batch]:
     """Draw the batches of an epoch, each made when it is read.
 
@@ -38,10 +49,13 @@ def epoch(
         random: Generator of all draws.
         block_events: Most events of a log that is one block, and about those of a block.
         piece_events: About the events of a piece.
+        vary: Function that draws another log of a block's; `Batch.events` are then indices into
+            that. None = the events as they are.
     """
     if len(log.items) <= block_events:
+        log = log if vary is None else vary(log, random)
         return batches(log, windows(log, window_tokens, random), batch_tokens, random)
-    return _Blocks(log, window_tokens, batch_tokens, random, block_events, piece_events)
+    return _Blocks(log, window_tokens, batch_tokens, random, block_events, piece_events, vary)
 
 
 class _Blocks(Sequence[Batch]):
@@ -55,10 +69,12 @@ class _Blocks(Sequence[Batch]):
         random: np.random.Generator,
         block_events: int,
         piece_events: int,
+        vary: Vary | None,
     ) -> None:
         self._log = log
         self._window_tokens = window_tokens
         self._batch_tokens = batch_tokens
+        self._vary = vary
         mean = len(log.items) / log.num_users
         self._piece_users = max(1, round(piece_events / mean))
         num_pieces = -(-log.num_users // self._piece_users)
@@ -92,8 +108,12 @@ class _Blocks(Sequence[Batch]):
             users = (first + np.arange(self._piece_users)).ravel()
             users = users[users < self._log.num_users]
             random = np.random.default_rng(self._seeds[number])
-            cut = windows(self._log, self._window_tokens, random, users)
-            self._made = number, batches(self._log, cut, self._batch_tokens, random)
+            if self._vary is None:
+                log, only = self._log, users
+            else:
+                log, only = self._vary(events_of(self._log, users), random), None
+            cut = windows(log, self._window_tokens, random, only)
+            self._made = number, batches(log, cut, self._batch_tokens, random)
         return self._made[1]
 
 

@@ -16,8 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from npu_gr.train.baselines import ITEM_KNN, LinearBaseline, fit_baselines, skipped_baselines
-from npu_gr.train.data import InteractionLog, NextItem, Split
+from npu_gr.train.baselines import (
+    ITEM_KNN,
+    LinearBaseline,
+    fit_baselines,
+    fit_linear,
+    sample_users,
+    skipped_baselines,
+)
+from npu_gr.train.data import InteractionLog, NextItem, Split, events_of
 from npu_gr.train.linear import LinearModel, Tuned, item_knns
 from npu_gr.train.next_item import Baseline, NextItemRanks, RetrievalFigures, rank_next_items
 from npu_gr.train.sasrec import SASRec
@@ -29,8 +36,9 @@ class RankedBaselines(NamedTuple):
     """Next items as ranked by the baselines. n = targets."""
 
     ranks: dict[str, NextItemRanks]  # name -> [n]
-    skipped: tuple[str, ...]  # a sentence for each baseline that was skipped
-    item_knn: LinearBaseline | None  # with its chosen settings, to be refitted; None = skipped
+    skipped: tuple[str, ...]  # a sentence for what was skipped, or fitted to a sample of the users
+    # with its chosen settings, to be refitted; None = skipped, or fitted to a sample
+    item_knn: LinearBaseline | None
     notes: tuple[str, ...] = ()  # what else was trained
 
     def and_one(
@@ -53,6 +61,8 @@ def rank_baselines(
 ) -> RankedBaselines:
     """Fit the next-item baselines to the trained events, and rank the targets by each.
 
+    Of a log that is too large for the linear ones, these are fitted to a sample of its users.
+
     Args:
         log: The log, split into trained and tested events.
         split: The rule of that split, which also splits the trained events to choose settings.
@@ -66,7 +76,21 @@ def rank_baselines(
         if isinstance(baseline, LinearBaseline) and baseline.name == ITEM_KNN:
             item_knn = baseline
         del baseline  # before the next one is fitted
-    return RankedBaselines(ranks, skipped_baselines(log), item_knn)
+    skipped = skipped_baselines(log)
+    tested = np.array([user for user, _ in targets], np.int64)
+    users = sample_users(log, tested, seed)
+    if len(users):
+        part, rows = events_of(log, users), np.searchsorted(users, tested).tolist()
+        for linear in fit_linear(part, split, seed):
+            scores = (linear.next_items(part, row) for row in rows)
+            ranks[linear.name] = rank_next_items(log, targets, scores)
+            del linear
+        words = (
+            f"the linear baselines are fitted to a sample, the tested users and others at random: "
+            f"{part.num_users:,} of {log.num_users:,} users"
+        )
+        skipped = (words, *skipped_baselines(part))
+    return RankedBaselines(ranks, skipped, item_knn)
 
 
 def _ranks(log: InteractionLog, targets: Sequence[NextItem], baseline: Baseline) -> NextItemRanks:

@@ -28,21 +28,36 @@ _READ_ROWS = 1 << 18  # rows of a file that are in memory at a time
 
 @contextmanager
 def stored(
-    log: Path, features: Sequence[ItemValues], most_events: int, folder: Path
+    log: Path,
+    features: Sequence[ItemValues],
+    most_events: int,
+    folder: Path,
+    *,
+    leaves_out: bool = False,
 ) -> Iterator[StoredLog | None]:
     """Store a dataset that has more than so many events, while the block runs; else yield None.
 
     Args:
         log: Folder of a dataset.
         features, most_events, folder: See `store`.
+        leaves_out: Leave out features of users and events, and impressions, not reject them.
 
     Raises:
-        DataError, ConfigError: See `store`.
+        DataError: See `store`.
+        ConfigError: The dataset has features of users or events, or impressions.
     """
     dataset = read_dataset(log)
     if dataset.manifest["events"] <= most_events:
         yield None
         return
+    own = [
+        key for key in ("user_features", "log_features", "impressions") if dataset.manifest.get(key)
+    ]
+    if own and not leaves_out:
+        raise ConfigError(
+            f"{dataset.folder}: more than {most_events:,} events (memory_events) are read from the "
+            f"disk, without its {own[0]}: prepare it without them, or raise memory_events"
+        )
     try:
         yield store(dataset, features, folder, most_events)
     finally:
@@ -54,26 +69,19 @@ def store(
 ) -> StoredLog:
     """Write the events of a dataset to files, by user; they are those of `build_log`.
 
+    Features of users and events, and impressions, are left out.
+
     Memory: about 40 bytes a user, and the items.
 
     Args:
-        dataset: Dataset without features of users and events, and without impressions.
+        dataset: Dataset to read.
         features: Side features of items; items without events get a row too.
         folder: Folder for the files, which is made; its files are replaced.
         most_events: See `StoredLog`.
 
     Raises:
         DataError: A file of the dataset is damaged, or one cannot be written.
-        ConfigError: The dataset has features of users or events, or impressions.
     """
-    own = [
-        key for key in ("user_features", "log_features", "impressions") if dataset.manifest.get(key)
-    ]
-    if own:
-        raise ConfigError(
-            f"{dataset.folder}: more than {most_events:,} events (memory_events) are read from the "
-            f"disk, without its {own[0]}: prepare it without them, or raise memory_events"
-        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return _store(dataset, features, folder, most_events)

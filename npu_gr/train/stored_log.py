@@ -23,6 +23,7 @@ from npu_gr.train.data import (
     InteractionLog,
     Split,
     blocks_of_users,
+    events_of,
 )
 
 COLUMNS = ("items", "actions", "times")
@@ -62,18 +63,15 @@ class StoredLog:
         order = np.random.default_rng(seed).permutation(log.num_users)
         total = np.cumsum(np.diff(log.starts)[order])
         users = np.sort(order[: max(1, int(np.searchsorted(total, self.most_events, "right")))])
-        counts = np.diff(log.starts)[users]
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        places = np.repeat(log.starts[users] - starts[:-1], counts) + np.arange(starts[-1])
-        sample = replace(
-            log,
-            items=np.asarray(log.items[places]),
-            actions=np.asarray(log.actions[places]),
-            times=np.asarray(log.times[places]),
-            starts=starts,
-            num_trained=log.num_trained[users],
-        )
-        return sample, users
+        return events_of(log, users), users
+
+
+def sampled(what: str, sample: InteractionLog, whole: InteractionLog) -> str:
+    """Say in one line what was made of a sample of the users, and of how many."""
+    return (
+        f"the events were read from files; {what} are of a sample: {sample.num_users:,} of "
+        f"{whole.num_users:,} users with {len(sample.items):,} of {len(whole.items):,} events"
+    )
 
 
 def _blocks(column: I64) -> Iterator[I64]:

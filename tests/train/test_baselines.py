@@ -1,4 +1,4 @@
-"""Baselines find a planted rule, are tuned on a validation, and are skipped on large logs."""
+"""Baselines find a planted rule, are tuned on a validation; those too large are left out."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from npu_gr.train import shared_baselines as module
-from npu_gr.train.baselines import fit_baselines
-from npu_gr.train.data import InteractionLog, build_log
-from npu_gr.train.next_item import baseline_figures
+from npu_gr.train.baselines import fit_baselines, fit_linear, graph_of, sample_users
+from npu_gr.train.data import InteractionLog, build_log, events_of
+from npu_gr.train.next_item import baseline_figures, rank_next_items
 from npu_gr.train.shared_baselines import RankedBaselines, SharedBaselines, rank_baselines
 from tests.train.synthetic import planted
 
@@ -80,3 +80,25 @@ def test_without_linear_baselines_the_words_are_kept(
         assert found.item_knn is None
         assert "the limit is 10" in found.skipped[0]
         assert len(found.ranks) == 4
+
+
+def test_beyond_the_limit_linear_baselines_are_of_a_sample_with_the_tested_users(
+    log: InteractionLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = log.next_items()[::7]
+    tested = {user for user, _ in targets}
+    monkeypatch.setattr("npu_gr.train.baselines.MAX_EDGES", 120)
+    share = SharedBaselines(tmp_path)
+    first, again = (share(log, "leave-one-out", 0, targets) for _ in range(2))
+    assert first.skipped == again.skipped
+    assert list(first.ranks)[4:] == ["ItemKNN", "EASE", "PureSVD"]
+    assert first.item_knn is None  # the blend needs the weights of all users
+    users = sample_users(log, np.array(sorted(tested)), 0)
+    assert tested < set(users.tolist())
+    assert 60 < len(graph_of(events_of(log, users)).users) <= 120
+    assert f"{len(users)} of 60 users" in first.skipped[0]
+    part = events_of(log, users)
+    own = [target for target in part.next_items() if users[target.user] in tested]
+    for linear in fit_linear(part, "leave-one-out", 0):
+        want = rank_next_items(part, own, (linear.next_items(part, user) for user, _ in own))
+        np.testing.assert_array_equal(first.ranks[linear.name].unseen, want.unseen)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,6 +28,9 @@ from npu_gr.history_store.interactions import Interactions
 from npu_gr.train import data, epochs, store_events, stored_log
 from npu_gr.train.data import InteractionLog, Split, build_log, count_trained
 from npu_gr.train.epochs import epoch
+from npu_gr.train.generate import codes
+from npu_gr.train.generate.publish import catalogue_lines
+from npu_gr.train.generate.train import GenerateOptions, train_generator
 from npu_gr.train.rank.fit import fit
 from npu_gr.train.rank.options import TrainOptions, choose_tasks
 from npu_gr.train.store_events import store
@@ -38,6 +42,11 @@ EVERY = 10**9  # most events of a sample that is the whole log
 SMALL = TrainOptions(
     epochs=1, dim=8, num_layers=1, num_heads=1, qk_dim=8, v_dim=8, head_dim=8, batch_tokens=512,
     window_tokens=16, dropout=0.1, max_softmax_items=10, num_negatives=8,
+)  # fmt: skip
+GENERATOR = GenerateOptions(
+    epochs=1, code_count=(8, 8), vector_dim=8, dim=16, num_layers=1, num_heads=1, num_kv_heads=1,
+    head_dim=16, mlp_dim=16, history_items=8, validation_users=20, test_users=20, skip_ratio=0.1,
+    swap_ratio=0.3,
 )  # fmt: skip
 
 
@@ -182,46 +191,86 @@ def test_a_training_has_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(one, states[1][name]), name
 
 
+@pytest.mark.parametrize("column", ["rating", "event_type"])
+def test_a_generator_has_the_same_bits(column: str, tmp_path: Path) -> None:
+    """Codes, weights, figures and catalogue, with varied epochs and the refit."""
+    made = dataset(tmp_path, column)
+    on_disk = store(made, [], tmp_path / "files", EVERY)
+    options = msgspec.structs.replace(GENERATOR, code_init_norm=0.5, dropout=0.1)
+    one, other = (train_generator(log, [], options) for log in (made.interactions(), on_disk))
+    assert isinstance(other.log.items, np.memmap)
+    assert np.array_equal(one.codes.sids, other.codes.sids)
+    for name, weight in one.model.state_dict().items():
+        assert torch.equal(weight, other.model.state_dict()[name]), name
+    assert one.report.as_dict() == other.report.as_dict()
+    assert catalogue_lines(one, []) == catalogue_lines(other, [])
+    assert "validation, baselines and figures are of a sample: 30 of 30" in other.report.text()
+
+
+def test_pairs_beyond_the_most_are_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = build_log(planted(200), [], "leave-one-out")
+    one, other, count = codes._count_pairs(log, 2)
+    assert len(one) > 100
+    monkeypatch.setattr(codes, "MOST_PAIRS", 90)
+    few = codes._count_pairs(log, 2)
+    assert len(few[0]) == 90
+    best = np.argsort(-count)[:30]  # the planted successors, 90 % of the events
+    found = set(zip(few[0].tolist(), few[1].tolist(), strict=True))
+    assert set(zip(one[best].tolist(), other[best].tolist(), strict=True)) <= found
+
+
 class _Enough(Exception):
     pass
 
 
-def peak_bytes(made: Callable[[], InteractionLog], sample: InteractionLog) -> int:
-    """Return the most memory of numpy while a model is made and three steps are taken."""
-    steps = iter(range(3))
+def rank(whole: InteractionLog) -> None:
+    """Make a ranker and take three steps."""
+    sample, steps = log_of(100, 40), iter(range(3))
 
     def show(_: Any) -> None:
         if next(steps, None) is None:
             raise _Enough
 
-    whole = made()
-    tracemalloc.start()
     with pytest.raises(_Enough):
         fit(sample, [], choose_tasks(sample).tasks, SMALL, [], "rank", show, whole=whole)
-    found = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return found
 
 
-def test_memory_does_not_grow_with_the_events(tmp_path: Path) -> None:
+def generate(whole: InteractionLog) -> None:
+    """Train a generator: codes, one epoch, evaluation, refit."""
+    train_generator(StoredLog(log=whole, made_from="", most_events=4000), [], GENERATOR)
+
+
+@pytest.mark.parametrize("train", [rank, generate])
+def test_memory_does_not_grow_with_the_events(
+    train: Callable[[InteractionLog], None], tmp_path: Path
+) -> None:
+    """The most memory of numpy is the same for ten times the events."""
     small, large = log_of(100, 40), log_of(100, 400)
-    sample = small
-    once, tenfold = (
-        peak_bytes(lambda log=log: in_files(log, tmp_path / str(len(log.items))), sample)  # type: ignore[misc]
-        for log in (small, large)
-    )
+    peaks = []
+    for log in (small, small, large):  # the first one loads modules too
+        whole = in_files(log, tmp_path / str(len(log.items)))
+        tracemalloc.start()
+        train(whole)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    _, once, tenfold = peaks
     assert len(large.items) > 9 * len(small.items)
     events_bytes = large.items.nbytes - small.items.nbytes  # of one column
     assert tenfold - once < events_bytes / 4
 
 
-def test_a_dataset_beyond_the_option_is_trained_on_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "own"), [("rank", ["window_tokens=16"]), ("generate", ["code_count=[6, 6]"])]
+)
+def test_a_dataset_beyond_the_option_is_trained_on_whole(
+    model: str, own: list[str], tmp_path: Path
+) -> None:
     made = dataset(tmp_path, "event_type")
     out = tmp_path / "out"
-    options = ["memory_events=500", "epochs=1", "dim=8", "window_tokens=16", "refit=true"]
+    options = ["memory_events=500", "epochs=1", "dim=8", "refit=true", *own]
     words = [word for option in options for word in ("--set", option)]
     done = CliRunner().invoke(
-        main, ["train", "rank", str(made.folder), "--out", str(out), "--threads", "1", *words]
+        main, ["train", model, str(made.folder), "--out", str(out), "--threads", "1", *words]
     )
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
@@ -236,8 +285,13 @@ def test_features_of_events_are_rejected_by_name(tmp_path: Path) -> None:
     rows = [f"u{n % 5},i{n % 7},{START + n},{n % 3}" for n in range(60)]
     path.write_text("\n".join(["user_id,item_id,timestamp,place", *rows]) + "\n")
     made = prepare(path, tmp_path / "data", PrepareOptions(event_features=("place",)))
-    with pytest.raises(ConfigError, match="without its log_features"):
-        store(made.dataset, [], tmp_path / "files", 10)
+    folder, stored = made.dataset.folder, store_events.stored
+    rejected = pytest.raises(ConfigError, match="without its log_features")
+    with rejected, stored(folder, [], 10, tmp_path / "files"):
+        pass
+    with stored(folder, [], 10, tmp_path / "files", leaves_out=True) as found:  # by the generator
+        assert found is not None
+        assert len(found.log.items) == 60
     log = build_log(planted(), [], "leave-one-out")
     asked = TrainOptions(computed=("hour",))
     from npu_gr.train.rank.schema import choose_features

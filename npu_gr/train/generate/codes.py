@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +33,9 @@ from npu_gr.core.errors import ConfigError, DataError
 from npu_gr.core.names import item_ids as ids_of_names
 from npu_gr.core.request import Normalise
 from npu_gr.history_store.interactions import ItemValues
-from npu_gr.train.data import InteractionLog
+from npu_gr.train.data import InteractionLog, trained_blocks
 from npu_gr.train.evaluate import Csr
+from npu_gr.train.metrics import F64
 
 # Added to each item's count, so that one co-occurrence of rare items counts little.
 SMOOTHING = 10.0
@@ -42,6 +43,7 @@ SHORTEST = 1e-2  # vectors shorter than this are rounding error, and are not nor
 EIGEN_SWEEPS = 8  # iterations of the block power iteration
 SPARE_VECTORS = 8  # extra vectors to iterate, because the last ones of a block converge slowest
 KMEANS_SWEEPS = 30
+MOST_PAIRS = 25_000_000  # of co-occurring items that are counted, 16 bytes each
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,26 +150,53 @@ def item_vectors(
 
 def _neighbour_vectors(log: InteractionLog, dim: int, window: int, seed: int) -> Tensor:
     num_items = log.num_items
-    keys = []
-    weights = []
-    for apart in range(1, window + 1):
-        near = log.trained[apart:] & (log.users[apart:] == log.users[:-apart])
-        one = log.items[:-apart][near]
-        other = log.items[apart:][near]
-        keys += [one * num_items + other, other * num_items + one]
-        weights += [np.full(len(one), 1 / apart)] * 2
-    pairs, place = np.unique(np.concatenate(keys), return_inverse=True)
-    count = np.bincount(place, np.concatenate(weights))
-    one, other = np.divmod(pairs, num_items)
-    total = np.bincount(one, count, num_items) + SMOOTHING
+    one, other, count = _count_pairs(log, window)
+    sums = np.bincount(one, count, num_items) + np.bincount(other, count, num_items)
+    total = sums + SMOOTHING
     information = np.log(count * total.sum() / (total[one] * total[other]))
     kept = (information > 0) & (one != other)
+    one, other, values = one[kept], other[kept], information[kept].astype(np.float32)
+    keys = np.concatenate([one * num_items + other, other * num_items + one])
+    order = np.argsort(keys)
+    keys = keys[order]
+    starts = np.searchsorted(keys, np.arange(num_items + 1) * num_items)
     matrix = Csr(
-        torch.from_numpy(np.searchsorted(one[kept], np.arange(num_items + 1)).astype(np.int32)),
-        torch.from_numpy(other[kept].astype(np.int32)),
-        torch.from_numpy(information[kept].astype(np.float32)),
+        torch.from_numpy(starts.astype(np.int32)),
+        torch.from_numpy((keys % num_items).astype(np.int32)),
+        torch.from_numpy(np.tile(values, 2)[order]),
     )
     return _unit(_largest(matrix, min(dim, num_items), seed))
+
+
+def _count_pairs(log: InteractionLog, window: int) -> tuple[I64, I64, F64]:
+    """Count the pairs of items that co-occur, a block of the events at a time.
+
+    Returns:
+        Both items of each pair, the smaller row first, int64 [pairs], pairs ascending, and its
+        count, float64 [pairs]. Of more than `MOST_PAIRS` those with the smallest counts are left
+        out after each block.
+    """
+    unit = lcm(*range(1, window + 1))  # whole numbers, whose sum does not depend on its order
+    pairs, count = np.array([-1]), np.array([np.inf])  # the first one is none
+    for users, events in trained_blocks(log):
+        items = log.items[events]
+        for apart in range(1, window + 1):
+            near = users[apart:] == users[:-apart]
+            one, other = items[:-apart][near], items[apart:][near]
+            found, number = np.unique(
+                np.minimum(one, other) * log.num_items + np.maximum(one, other), return_counts=True
+            )
+            more = number * (unit / apart)
+            at = np.searchsorted(pairs, found, "right")
+            is_new = pairs[at - 1] != found
+            count[at[~is_new] - 1] += more[~is_new]
+            pairs = np.insert(pairs, at[is_new], found[is_new])
+            count = np.insert(count, at[is_new], more[is_new])
+        if len(pairs) > 1 + MOST_PAIRS:
+            most = np.sort(np.argsort(-count, kind="stable")[: 1 + MOST_PAIRS])
+            pairs, count = pairs[most], count[most]
+    one, other = np.divmod(pairs[1:], log.num_items)
+    return one, other, count[1:] / unit
 
 
 def _largest(matrix: Csr, dim: int, seed: int) -> Tensor:

@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from npu_gr.catalogue import centroids
@@ -33,6 +32,7 @@ from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
 from npu_gr.history_store.interactions import ItemValues
 from npu_gr.model import hf, hf_files
+from npu_gr.train.data import count_trained
 from npu_gr.train.generate.codes import codes_text
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
 from npu_gr.train.options import CONFIGURATION, example, next_command
@@ -183,7 +183,7 @@ def catalogue_lines(trained: TrainedGenerator, features: Sequence[ItemValues]) -
     An item's `order` is its number of uses.
     """
     log = trained.log
-    uses = np.bincount(log.items[log.trained], minlength=log.num_items).tolist()
+    uses = count_trained(log, log.items, log.num_items).tolist()
     single = [
         feature
         for feature in features

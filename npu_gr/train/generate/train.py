@@ -10,7 +10,7 @@ twice:
 The validation chooses the epoch to keep. Neither the decoder nor the item codes see the validation
 or the test. Then the generator is refitted: codes and decoder are made from all events, with the
 same settings and the chosen number of epochs. The figures are those of the generator before the
-refit.
+refit. Of a log in files, validation and test are of a sample of its users.
 
 Figures rank the next item over the whole catalogue by the beam search of the service. A next item
 that is not among the beams counts as missed.
@@ -46,15 +46,15 @@ from npu_gr.history_store.interactions import Interactions, ItemValues
 from npu_gr.model.decoder import Decoder, DecoderConfig
 from npu_gr.train.data import (
     Augmentation,
-    Batches,
+    Batch,
     InteractionLog,
     NextItem,
     Split,
-    batches,
     build_log,
-    windows,
+    count_trained,
 )
 from npu_gr.train.distributed import num_events
+from npu_gr.train.epochs import epoch
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
 from npu_gr.train.generate.nodes import CodeLoss, NodeDecoder, SiblingLoss, nodes_of
 from npu_gr.train.generate.nodes import start as start_at_random
@@ -70,6 +70,7 @@ from npu_gr.train.options import DropoutRatio, Share, Weight
 from npu_gr.train.resume import NO_STATES, TrainingStates
 from npu_gr.train.shared_baselines import RankBaselines, rank_baselines
 from npu_gr.train.steps import BestEpoch, EpochTrainer, StepOptions, TrainingProgress
+from npu_gr.train.stored_log import StoredLog, sampled
 
 SPLIT: Split = "leave-one-out"
 MISSED = float("inf")  # rank of an item that no beam has found
@@ -140,6 +141,14 @@ class GenerateOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fie
     test_users: Annotated[Count, Meta(description="most users of the test, drawn at random")] = (
         1_000_000
     )
+    memory_events: Annotated[
+        Count,
+        Meta(
+            description="largest log in memory (.25 kB an event); of a larger dataset the events "
+            "are read from files, and validation, baselines and test are of a sample of its users "
+            "with about so many events"
+        ),
+    ] = 10_000_000
     patience: Annotated[
         Count, Meta(description="validations in a row without a new best that end the training")
     ] = 3
@@ -176,7 +185,7 @@ class TrainedGenerator(NamedTuple):
 
 
 def train_generator(
-    interactions: Interactions,
+    interactions: Interactions | StoredLog,
     features: Sequence[ItemValues],
     options: GenerateOptions,
     codes_path: Path | None = None,
@@ -189,7 +198,7 @@ def train_generator(
     """Make item codes, train a decoder over them, compare it with the baselines, and refit it.
 
     Args:
-        interactions: The whole log.
+        interactions: The whole log. Of one in files, a sample of the users is validated and tested.
         features: Side features of items; they shape the codes.
         options: Options of the model and its training.
         codes_path: File of ready-made codes; None = make codes by `code_count`.
@@ -204,16 +213,22 @@ def train_generator(
         DataError: the log is too small, the codes do not fit it, or the loss is not finite.
         ConfigError: there are fewer semantic IDs than items, or the options do not make a model.
     """
-    log = build_log(interactions, features, SPLIT)
-    trained = log.only_trained(SPLIT)
+    if isinstance(interactions, StoredLog):
+        log = interactions.split(SPLIT)
+        sample, _ = interactions.sample(log, options.seed)
+        made = f"{sampled('validation, baselines and figures', sample, log)}\n"
+    else:
+        log = sample = build_log(interactions, features, SPLIT)
+        made = ""
+    trained, earlier = log.without_last(), sample.without_last()
     progress(TrainingProgress("generator: codes of the items", 0, 1))
     codes = _codes(trained, features, options, codes_path, start and start.evaluated.items)
     evaluate = GeneratorEvaluator(codes, log.item_ids, options.history_items, options.beam_width)
-    validated = sample_targets(trained.next_items(), options.validation_users, options.seed)
+    validated = sample_targets(earlier.next_items(), options.validation_users, options.seed)
     validations: list[dict[str, Any]] = []
 
     def score(decoder: Decoder) -> float:
-        figures = evaluate.evaluate(decoder, trained, validated)
+        figures = evaluate.evaluate(decoder, earlier, validated)
         validations.append(known(asdict(figures)))
         return figures.ndcg_at_10
 
@@ -228,22 +243,24 @@ def train_generator(
         start and start.evaluated.decoder,
         score=score,
         found=validations,
+        sample=earlier,
     )
     validation = max(validations, key=lambda figures: figures["ndcg_at_10"])
-    targets = sample_targets(log.next_items(), options.test_users, options.seed)
+    targets = sample_targets(sample.next_items(), options.test_users, options.seed)
 
     def show(done: int, total: int) -> None:
         progress(TrainingProgress("generator: evaluate", done, total))
 
-    test = evaluate.evaluate(model, log, targets, show, unseen=True)
-    baselines = rank(log, SPLIT, options.seed, targets)
+    test = evaluate.evaluate(model, sample, targets, show, unseen=True)
+    baselines = rank(sample, SPLIT, options.seed, targets)
+    num_trained = int(trained.num_trained.sum())
     report = RetrievalReport(
-        num_trained=int(trained.trained.sum()),
-        num_served=len(log.items) if options.refit else int(trained.trained.sum()),
+        num_trained=num_trained,
+        num_served=len(log.items) if options.refit else num_trained,
         own=test,
         baselines=baselines.figures(),
         skipped=baselines.skipped,
-        made=codes.text(),
+        made=made + codes.text(),
         chosen={"codes": codes.text(), "validation": validation},
     )
     found = TrainedGenerator(model, log, codes, report)
@@ -252,8 +269,17 @@ def train_generator(
         return found
     full_log = log.all_trained()
     codes = _codes(full_log, features, options, codes_path, start and start.served.items)
-    stage, decoder = "generator: refit", start and start.served.decoder
-    model, _ = _fit(full_log, codes, options, stage, progress, states, decoder, num_epochs=epochs)
+    model, _ = _fit(
+        full_log,
+        codes,
+        options,
+        "generator: refit",
+        progress,
+        states,
+        start and start.served.decoder,
+        num_epochs=epochs,
+        sample=sample.all_trained(),
+    )
     return TrainedGenerator(model, full_log, codes, report)
 
 
@@ -269,7 +295,7 @@ def both_codes(
     `start`.
     """
     log = build_log(interactions, features, SPLIT)
-    evaluated, served = log.only_trained(SPLIT), log.all_trained()
+    evaluated, served = log.without_last(), log.all_trained()
     first, last = known
     return (
         _codes(evaluated, features, options, None, first),
@@ -292,7 +318,7 @@ def _codes(
         kept = kept_codes(known, log.item_ids, vectors, options.code_count)
         if kept is not None:
             return kept
-    uses = np.bincount(log.items[log.trained], minlength=log.num_items)
+    uses = count_trained(log, log.items, log.num_items)
     return residual_codes(vectors, options.code_count, uses, options.seed)
 
 
@@ -348,8 +374,12 @@ def _fit(
     score: Callable[[Decoder], float] | None = None,
     found: list[Any] | None = None,
     num_epochs: int | None = None,
+    sample: InteractionLog | None = None,
 ) -> BestEpoch[Decoder]:
-    """Train a decoder over codes, or over the nodes of ready-made codes; see `EpochTrainer.fit`."""
+    """Train a decoder over codes, or over the nodes of ready-made codes; see `EpochTrainer.fit`.
+
+    `sample` has some users of a log in files; None = `log`.
+    """
     decoder = _new_model(log, codes, options)
     if start is not None and start.config == decoder.config:
         decoder.load_state_dict(start.state_dict())
@@ -375,12 +405,11 @@ def _fit(
         states=states,
         terms_of=terms_of,
     )
-    augmentation = Augmentation(log, options.skip_ratio, options.swap_ratio)
+    augmentation = Augmentation(sample or log, options.skip_ratio, options.swap_ratio)
+    batch_items = max(1, options.batch_tokens // len(codes.code_count))
 
-    def batches_of_epoch(random: np.random.Generator) -> Batches:
-        varied = augmentation.draw(random)
-        cut = windows(varied, options.history_items + 1, random)
-        return batches(varied, cut, max(1, options.batch_tokens // len(codes.code_count)), random)
+    def batches_of_epoch(random: np.random.Generator) -> Sequence[Batch]:
+        return epoch(log, options.history_items + 1, batch_items, random, vary=augmentation.draw)
 
     best = trainer.fit(
         batches_of_epoch,

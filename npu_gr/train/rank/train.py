@@ -68,7 +68,7 @@ from npu_gr.train.resume import NO_STATES, TrainingStates
 from npu_gr.train.sasrec import SASRec
 from npu_gr.train.shared_baselines import RankBaselines, RankedBaselines, rank_baselines
 from npu_gr.train.steps import TrainingProgress
-from npu_gr.train.stored_log import StoredLog
+from npu_gr.train.stored_log import StoredLog, sampled
 
 MF_SCORE_CHOSEN = (
     "it reads mf_score, what matrix factorisation expects: the validation's labels are likelier"
@@ -221,7 +221,8 @@ def train_rank(
         progress,
     )
     if whole is not None:
-        evaluation = replace(evaluation, notes=(_sampled(full_log, whole), *evaluation.notes))
+        note = sampled("tasks, validation, score blend, baselines and figures", full_log, whole)
+        evaluation = replace(evaluation, notes=(note, *evaluation.notes))
     checkpoint = Checkpoint(
         model=fitted.model,
         item_ids=log.item_ids,
@@ -259,14 +260,6 @@ def _without(whole: InteractionLog, users: I64, sample: InteractionLog) -> Inter
     num_trained = whole.num_trained.copy()
     num_trained[users] = sample.num_trained
     return replace(whole, num_trained=num_trained)
-
-
-def _sampled(sample: InteractionLog, whole: InteractionLog) -> str:
-    return (
-        f"the events were read from files; tasks, validation, score blend, baselines and figures "
-        f"are of a sample: {sample.num_users:,} of {whole.num_users:,} users with "
-        f"{len(sample.items):,} of {len(whole.items):,} events"
-    )
 
 
 def _sizes(options: TrainOptions, log: InteractionLog) -> ListSizes:

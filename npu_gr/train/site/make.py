@@ -22,7 +22,7 @@ import numpy as np
 from rich.console import Console
 
 from npu_gr import __version__
-from npu_gr.core.errors import DataError, NpuGrError
+from npu_gr.core.errors import ConfigError, DataError, NpuGrError
 from npu_gr.core.progress import heartbeat, in_words
 from npu_gr.core.request import SourceName
 from npu_gr.core.settings import override
@@ -134,7 +134,8 @@ def train_site(
         tensorboard: Folder for TensorBoard, which gets the curves too.
 
     Raises:
-        ConfigError: an option is wrong, or another process makes this site.
+        ConfigError: an option is wrong, another process makes this site, or the dataset has more
+            than `rank.memory_events` events.
         DataError: the dataset cannot be read or trained on, or the folder cannot be written. The
             site in service stays as it was.
     """
@@ -142,6 +143,12 @@ def train_site(
     num_events, num_users = dataset.manifest["events"], dataset.manifest["users"]
     by_size = options_for(len(dataset.names), PRESETS[preset], num_events, num_users)
     options = override(by_size, overrides)
+    if num_events > (most := options.rank.memory_events):
+        raise ConfigError(
+            f"{data}: has {num_events:,} events, and train all holds at most {most:,} in memory, "
+            "in each training. If they fit, raise rank.memory_events by --set; else use npu-gr "
+            "train rank and npu-gr train generate, which read them from files"
+        )
     # a site that is like itself keeps models whose data have not changed
     is_own = like is not None and like.resolve() == site.resolve()
     text = train_command(data, site, preset, overrides, num_threads, None if is_own else like)

@@ -38,7 +38,7 @@ def test_what_is_drawn_is_of_the_log(
     """Any draw has trained events in their order; swapped items followed the one before."""
     trained = [max(0, len(history) - 1) for history in histories]
     log = log_of(histories, trained)
-    drawn = Augmentation(log, skip_ratio, swap_ratio).draw(np.random.default_rng(seed))
+    drawn = Augmentation(log, skip_ratio, swap_ratio).draw(log, np.random.default_rng(seed))
     if not skip_ratio and not swap_ratio:
         assert drawn is log
         return
@@ -65,10 +65,10 @@ def test_shares_are_those_that_were_asked_for_and_differ_from_epoch_to_epoch() -
     random = np.random.default_rng(0)
     num_trained = int(log.trained.sum())
     skipping, swapping = Augmentation(log, 0.25, 0.0), Augmentation(log, 0.0, 0.5)
-    first, second = skipping.draw(random), skipping.draw(random)
+    first, second = skipping.draw(log, random), skipping.draw(log, random)
     assert len(first.items) / num_trained == pytest.approx(0.75, abs=0.02)
     assert len(first.items) != len(second.items) or not np.array_equal(first.items, second.items)
-    kept = swapping.draw(random)
+    kept = swapping.draw(log, random)
     assert len(kept.items) == num_trained
     changed = (kept.items != log.items[log.trained]).mean()
     assert 0.05 < changed < 0.5  # a swap often draws the item that was there

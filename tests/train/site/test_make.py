@@ -465,6 +465,10 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
     dataset(tmp_path)
     with pytest.raises(ConfigError, match=r"unknown key rank.epoch; did you mean epochs\?"):
         run(tmp_path, "rank.epoch=3")
+    with pytest.raises(
+        ConfigError, match=r"has \d+ events, and train all holds at most 9 in memory"
+    ):
+        run(tmp_path, "rank.memory_events=9")
     assert trainings.trained == []
 
 
