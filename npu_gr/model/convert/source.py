@@ -105,7 +105,9 @@ class ForeignCheckpoint:
                 f"{name}: shape {list(found.shape)}, the configuration asks for {list(shape)}"
             )
         else:
-            return found.detach().float()
+            # a copy, since what a product rounds depends on where its tensors begin in memory, and
+            # unchanged rows of two imports must be equal
+            return found.detach().to(torch.float32, copy=True)
         return torch.zeros([max(1, size) for size in shape])
 
     def drop(self, *, prefix: str = "", suffix: str = "") -> None:
