@@ -36,11 +36,14 @@ def model(dtype: torch.dtype = torch.float32, **changes: Any) -> HSTU:
 
 @pytest.mark.skipif(not supported(), reason="no kernels")
 @pytest.mark.parametrize("backend", [Whole, SegmentWise, ReferenceBackend])
-def test_a_hit_has_the_bits_of_a_cold_rank_and_the_term_once(backend: type[CPUBackend]) -> None:
+def test_a_hit_has_the_bits_of_a_cold_rank_and_the_term_once(
+    backend: type[CPUBackend] | type[ReferenceBackend],
+) -> None:
     own, chain = model(), Chain(0)
     plain = tiny_model(item_features=())
     natural = {"arrangement": "natural"} if backend is ReferenceBackend else {}
-    one, without = engine(own, backend(), **natural), engine(plain, backend(), **natural)
+    device: Any = backend()
+    one, without = engine(own, device, **natural), engine(plain, device, **natural)
     for start, stop in chain.steps()[:4]:
         work = chain.cold(stop)
         want = scores(without, work).copy()

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from npu_gr.backend.cpu.backend import CPUBackend
-from npu_gr.core.history import Events
+from npu_gr.core.history import Events, HistoryReport
 from npu_gr.engine.rank_engine import RankPass
-from npu_gr.model.history_tokenizer import HistoryReport, Tokens
+from npu_gr.model.history_tokenizer import Tokens
 from npu_gr.model.shown_term import SCORES, ShownTerm
 from npu_gr.train.data import InteractionLog, batches, build_log, windows
 from npu_gr.train.rank.fit import fit, new_model
