@@ -155,7 +155,8 @@ def _neighbour_vectors(log: InteractionLog, dim: int, window: int, seed: int) ->
     total = sums + SMOOTHING
     information = np.log(count * total.sum() / (total[one] * total[other]))
     kept = (information > 0) & (one != other)
-    one, other, values = one[kept], other[kept], information[kept].astype(np.float32)
+    one, other = one[kept], other[kept]
+    values = information[kept].astype(np.float32)
     keys = np.concatenate([one * num_items + other, other * num_items + one])
     order = np.argsort(keys)
     keys = keys[order]
