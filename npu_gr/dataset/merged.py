@@ -55,6 +55,8 @@ from npu_gr.dataset.plausible import findings
 from npu_gr.dataset.rejects import MAX_WRITTEN
 from npu_gr.dataset.write import COMPRESSION, GROUP_ROWS, ItemCounts, write_private
 
+SORTED_ROWS = 2_000_000  # events that are sorted at a time, some 200 MB
+
 
 def merge(
     parts: Path | str | Sequence[Path],
@@ -171,10 +173,6 @@ class _Merged:
                     f"SELECT {', '.join(columns)}, {number} AS npu_gr_file, e.file_row_number AS "
                     f"npu_gr_row FROM {read} e JOIN ids_{place} i ON i.old = e.item"
                 )
-        rows = self._con.sql(
-            f"SELECT * EXCLUDE (npu_gr_file, npu_gr_row) FROM ({' UNION ALL '.join(selects)}) "
-            f"ORDER BY (user % {NUM_PARTS}) * {2**32} + user, time, npu_gr_file, npu_gr_row"
-        ).to_arrow_reader(BATCH_ROWS)
         total = sum(part.manifest["events"] for part in self._parts)
         make_private(path)
         with (
@@ -182,7 +180,7 @@ class _Merged:
             pq.ParquetWriter(out, schema, compression=COMPRESSION) as writer,
         ):
             done = 0
-            for table in _grouped(rows):
+            for table in _grouped(self._in_order(" UNION ALL ".join(selects), total)):
                 writer.write_table(table.cast(schema).combine_chunks())
                 done += len(table)
                 on_stage("merging", done / max(1, total))
@@ -191,6 +189,16 @@ class _Merged:
                 f"--merge: {total - done:,} events name an item that is not in their part's "
                 f"{ITEMS}; prepare that part anew"
             )
+
+    def _in_order(self, events: str, total: int) -> Iterator[Any]:
+        """Sort the events of a query, some of the users at a time: DuckDB's sort needs memory."""
+        users = max(1, NUM_PARTS * SORTED_ROWS // max(1, total))  # of the `NUM_PARTS`
+        for first in range(0, NUM_PARTS, users):
+            yield from self._con.sql(
+                f"SELECT * EXCLUDE (npu_gr_file, npu_gr_row) FROM ({events}) "
+                f"WHERE user % {NUM_PARTS} BETWEEN {first} AND {first + users - 1} "
+                f"ORDER BY user % {NUM_PARTS}, user, time, npu_gr_file, npu_gr_row"
+            ).to_arrow_reader(BATCH_ROWS)
 
     def _places_of(self, part: LogPart) -> I64:
         """Find each action of a part among the merged ones."""

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from npu_gr.cli.main import main
 from npu_gr.core.errors import DataError
-from npu_gr.dataset import PrepareOptions, merge, prepare, read_dataset
+from npu_gr.dataset import PrepareOptions, merge, merged, prepare, read_dataset
 from npu_gr.dataset.logs import BATCH_ROWS
 from tests.dataset.logs import assert_same_events
 
@@ -88,7 +88,10 @@ def assert_equal(merged: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_parts_are_a_log_prepared_at_once(tmp_path: Path, seed: int) -> None:
+def test_parts_are_a_log_prepared_at_once(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(merged, "SORTED_ROWS", [100, 1000, 2_000_000][seed])
     items = tmp_path / "items.csv"
     items.write_text("item_id,title,brand\n" + "".join(f"i{n},T{n},b{n % 3}\n" for n in range(50)))
     users = tmp_path / "users.csv"
