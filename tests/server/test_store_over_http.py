@@ -91,8 +91,7 @@ async def test_who_brings_the_history_never_notices(mode: Mode, tmp_path: Path) 
         for status, body in answers[1::2]:
             assert status == 200
             assert body["history"]["source"] == "last_known"
-            # unavailable: no connection in time, on a busy machine
-            assert body["history"]["fault"] in ("store_slow", "store_busy", "store_unavailable")
+            assert body["history"]["fault"] in ("store_slow", "store_busy")
             assert body["history"]["num_tokens"] == 20
         text = await (await client.get("/metrics")).text()
         rejected = text.split('npu_gr_store_calls_total{operation="read",result="rejected"} ')[
