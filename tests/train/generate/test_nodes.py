@@ -23,7 +23,14 @@ from npu_gr.service.app import instance
 from npu_gr.service.config import load
 from npu_gr.train.data import Window, batches, build_log
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes
-from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, encode, next_logits, nodes_of
+from npu_gr.train.generate.nodes import (
+    NodeDecoder,
+    SiblingLoss,
+    encode,
+    next_logits,
+    node_count,
+    nodes_of,
+)
 from npu_gr.train.generate.publish import GIVEN_CODES, publish
 from npu_gr.train.generate.train import (
     COOCCURRENCE_WINDOW,
@@ -66,8 +73,9 @@ def test_two_items_share_a_node_if_and_only_if_their_codes_begin_alike(
     codes = ItemCodes(sids, tuple(int(level.max()) + 1 for level in sids.T))
     nodes = nodes_of(codes)
     assert nodes.given is codes
-    assert nodes.code_count == tuple(codes.num_prefixes())
-    for level, count in enumerate(nodes.code_count):
+    assert nodes.code_count == node_count(codes.code_count, len(sids))
+    for level, count in enumerate(codes.num_prefixes()):
+        assert count <= nodes.code_count[level] < 2 * len(sids)
         beginnings, want = np.unique(sids[:, : level + 1], axis=0, return_inverse=True)
         assert len(beginnings) == count
         assert np.array_equal(nodes.sids[:, level], want.ravel())
@@ -195,7 +203,7 @@ def test_the_rule_is_learnt_with_codes_that_know_nothing_of_it(trained: TrainedG
     assert report.own.hr_at_10 > popularity.hr_at_10 + 0.3
     assert report.own.invalid_ratio == 0
     assert report.made.endswith(
-        f"ready-made; a token for each of the {sum(trained.codes.code_count)} prefixes"
+        f"ready-made; a token for each of the {sum(trained.codes.num_prefixes())} prefixes"
     )
 
 
@@ -221,7 +229,7 @@ async def test_a_service_answers_the_given_paths_by_the_measure_of_the_training(
     )
     sids = read_items(folder / "items.jsonl").sids
     trie = build_trie(sids, trained.log.item_ids, Codebooks.stacked(trained.codes.code_count))
-    assert [len(level) for level in trie.token] == list(trained.codes.code_count)
+    assert [len(level) for level in trie.token] == trained.codes.num_prefixes()
     overrides = ["server.port=0", "server.drain_grace_s=0.1", "generate.hbm_bytes=4000000"]
     config = load(
         folder / "serve.yaml", [*overrides, f"history_store.path={tmp_path / 'history.db'}"]

@@ -83,7 +83,7 @@ def test_a_new_day_is_trained_on_and_items_keep_their_codes(
     alone.mkdir()
     (alone / "ranker").symlink_to(site / "ranker")
     for name, place in (("generator", site), ("ranker", alone)):
-        start = Start(place, "before")
+        start = Start(place, "before", ())
         report, seen = train(tmp_path / "data", tmp_path / "new", name, start)  # type: ignore[arg-type]
         assert report.started_from == "before"
         assert {step.total for step in seen if "train" in step.stage} == {1}
