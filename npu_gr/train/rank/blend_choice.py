@@ -54,7 +54,13 @@ from npu_gr.train.baselines import LinearBaseline, graph_of
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.evaluate import BLOCK_USERS
 from npu_gr.train.linear import ItemKNN, log_popularity, root_mean_square
-from npu_gr.train.metrics import F64, Difference, difference_of_users, ndcg_of_each
+from npu_gr.train.metrics import (
+    F64,
+    Difference,
+    difference_of_users,
+    is_above_0,
+    ndcg_of_each,
+)
 from npu_gr.train.next_item import K, rank_next_items
 from npu_gr.train.rank.blend import (
     USUAL_WEIGHTS,
@@ -218,11 +224,6 @@ def choose_kind(
         ):
             best = other
     return best[0]
-
-
-def is_above_0(gaps: F64) -> bool:
-    """Whether the mean is above 0 by more than a standard error; False for an empty array."""
-    return len(gaps) > 0 and float(gaps.mean()) > float(gaps.std()) / len(gaps) ** 0.5
 
 
 def with_own_or_next(
