@@ -181,10 +181,11 @@ BEAUTY = GenerateOptions(
     validate_every=3,
     skip_ratio=0.15,
     swap_ratio=0.2,
-    code_init_norm=0.3,
+    own_tokens="nodes",
+    code_init_norm=1.0,
 )
 """For logs with many short histories."""
-BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096, code_init_norm=1.0)
+BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096)
 """For logs with many short histories, and ready-made codes of four levels."""
 
 

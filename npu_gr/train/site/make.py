@@ -460,7 +460,10 @@ def _without_choice(
     verdict = verdict_of_ranker(test)
     rows = np.arange(len(test.users))
     simple = {
-        source: test.ranks[name] for source, name in SIMPLE_SOURCES.items() if name in test.ranks
+        source: test.ranks[name]
+        for source, name in SIMPLE_SOURCES.items()
+        # it finds what the user had, and nothing else
+        if name in test.ranks and not (usual.exclude_seen and source == "history")
     }
     if verdict.is_better or not len(rows) or not simple:
         return msgspec.structs.replace(usual, verdict=verdict)
