@@ -84,8 +84,8 @@ class ItemCodes:
     def text(self) -> str:
         """Describe the codes in words."""
         if self.given is not None:
-            prefixes = sum(self.num_prefixes())
-            return f"{self.given.text()}; a token for each of the {prefixes:,} prefixes"
+            num_prefixes = sum(self.num_prefixes())
+            return f"{self.given.text()}; a token for each of the {num_prefixes:,} prefixes"
         levels = " x ".join(map(str, self.code_count))
         balance = ", ".join(f"{value:.2f}" for value in self.balance())
         prefixes = ", ".join(f"{count:,}" for count in self.num_prefixes())

@@ -182,7 +182,8 @@ def start_at(folder: Path, code_count: Sequence[int]) -> GeneratorStart:
         NpuGrError: it cannot be read.
     """
     items = read_items(folder / CATALOGUE)
-    known, nodes, count = KnownItems(items.item_ids, items.sids), None, tuple(code_count)
+    known, nodes = KnownItems(items.item_ids, items.sids), None
+    count = tuple(code_count)
     if (path := folder / GIVEN_CODES).exists():
         codes = json.loads(path.read_bytes())
         sids = np.array([codes[str(item)] for item in items.item_ids.tolist()], np.int32)
