@@ -43,7 +43,7 @@ MOST_FILES = {"rank": 46, "generate": 54, "recommend": 66}
 MOST_PACKAGES = {"rank": 8, "generate": 9, "recommend": 9}
 MOST_METHODS = 15  # of any class
 MANY_METHODS, MOST_CLASSES_WITH_MANY = 15, 0
-MOST_LINES = 110_170
+MOST_LINES = 110_390
 
 
 class Entered:

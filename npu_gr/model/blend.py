@@ -5,7 +5,8 @@
     l      retrieval score of the shared encoder: u . e_i
     r      logit of the task named `task`
     m      log of P(i | last events): the transitions of the last five events; the newest has
-           weight 1, each older one .6 of the weight of the next newer one
+           weight 1, each older one .6 of the weight of the next newer one, or 0 if that was better
+           on the validation
     n      log(1 + 100 x the item's mean similarity to the items of the history that are among its
            neighbours); in sum mode, log(1 + 10 x the sum of these similarities); in linear mode,
            the sum itself
@@ -79,6 +80,7 @@ _NEWER = ("popularity", "own_count", "own_age", OWN_OR_NEXT)
 MAX_SUCCESSORS = 100  # of an item
 # factor of an event's weight per newer event, and of a pair's count per event between the two
 DECAY = 0.6
+LAST_ALONE = 0.0  # the decay with which older events count nothing
 LAST_EVENTS = 5  # events of a history that are read; largest distance of a counted pair
 PRIOR = 10.0  # pseudo-count of the popularity, in transitions
 FOLLOWING = 0.3  # weight of what follows the last item, next to a user's own events
@@ -121,6 +123,7 @@ class ScoreBlend:
     log_prob: F32  # [I, S] log P(successor | item); -inf in the padding
     popularity: F32  # [I] log of each item's share of the events, smoothed: finite
     neighbours: Neighbours | None = None  # None = n is 0
+    decay: float = DECAY  # or LAST_ALONE
     # [I + 1] P(j | i) / share(j) for every j that is no stored successor of i; last: new items
     rest: F32 = field(init=False, repr=False)
     # [I + 1] popularity; last: new items
@@ -213,7 +216,7 @@ class ScoreBlend:
         if not len(history):
             return self._neutral(log_share, candidates)
         newest_first = history[-LAST_EVENTS:][::-1]
-        weights = DECAY ** np.arange(len(newest_first))
+        weights = self.decay ** np.arange(len(newest_first))
         weights /= weights.sum()
         share = np.exp(log_share.astype(np.float64))
         mixed = np.zeros(len(candidates))
@@ -373,7 +376,7 @@ def save_blend(blend: ScoreBlend, folder: Path) -> None:
         CheckpointError: it cannot be written.
     """
     path = folder / FILE
-    notes = _Notes(task=blend.task, weights=dict(blend.weights))
+    notes = _Notes(task=blend.task, weights=dict(blend.weights), decay=blend.decay)
     tensors = {name: getattr(blend, name) for name in _TENSORS}
     if blend.neighbours is not None:
         last_items = blend.neighbours.last_items
@@ -413,9 +416,10 @@ def load_blend(folder: Path) -> ScoreBlend | None:
             raise ValueError(f"{notes} is not of this version")
         if wrong := [name for name, kind in kinds.items() if tensors[name].dtype != kind]:
             raise ValueError(f"{wrong[0]}: is {tensors[wrong[0]].dtype}")
-        weights = notes.weights
+        weights, decay = notes.weights, notes.decay
         if not has_neighbours:
-            return ScoreBlend(task=notes.task, weights=weights | {"neighbours": 0.0}, **tensors)
+            weights = weights | {"neighbours": 0.0}
+            return ScoreBlend(task=notes.task, weights=weights, decay=decay, **tensors)
         assert notes.last_items is not msgspec.UNSET, "of this version"
         neighbours = Neighbours(
             tensors.pop("neighbours"),
@@ -424,14 +428,17 @@ def load_blend(folder: Path) -> ScoreBlend | None:
             is_summed=notes.scale != SCALE,
             is_linear=notes.scale == LINEAR,
         )
-        return ScoreBlend(task=notes.task, weights=weights, neighbours=neighbours, **tensors)
+        return ScoreBlend(
+            task=notes.task, weights=weights, neighbours=neighbours, decay=decay, **tensors
+        )
     except (OSError, SafetensorError, msgspec.MsgspecError, ValueError) as error:
         raise CheckpointError(f"score blend {path}: {error}") from error
 
 
 def _of_this_version(notes: _Notes) -> _Notes:
     """Return the notes that this version would write for the same settings."""
-    found = _Notes(task=notes.task, weights=notes.weights)
+    decay = notes.decay if notes.decay == LAST_ALONE else DECAY
+    found = _Notes(task=notes.task, weights=notes.weights, decay=decay)
     if notes.format != _WITH_NEIGHBOURS:
         return found
     last_items = LAST_ITEMS if notes.last_items is msgspec.UNSET else notes.last_items
@@ -509,7 +516,7 @@ def _tables(blend: ScoreBlend) -> BlendTables:
         blend.shares,
         np.empty(none, np.int32) if neighbours is None else neighbours.items,
         np.empty(none, np.float32) if neighbours is None else neighbours.similarity,
-        DECAY,
+        blend.decay,
         blend.scale,
         neighbours is not None and neighbours.is_summed,
         (retrieval, click, transitions, alike, popularity, 1.0),  # own terms come weighted

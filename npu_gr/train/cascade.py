@@ -3,7 +3,8 @@
 A "way" is a set of the configured sources and an order. Half of the users choose the way with the
 highest NDCG@10. It replaces the configured way only if it is significantly better: the
 significance level is divided by the number of ways (Bonferroni), because among many ways one is
-soon better by chance.
+soon better by chance. One simple count alone replaces it if it is as good for every user, or better
+by more than a standard error.
 
 The other half of the users evaluate the choice: its NDCG@10 minus that of each source alone, with
 paired intervals. The users who chose would overestimate it.
@@ -29,6 +30,7 @@ from npu_gr.train.metrics import (
     difference_of_users,
     hit_ratio,
     hits,
+    is_above_0,
     ndcg,
     ndcg_of_each,
 )
@@ -140,7 +142,7 @@ def choose_way(
         places: Way -> [users] rank of the right item, from 0; inf = not answered. At least two
             users.
         configured: One of the ways; it stays unless another is significantly better, or one of
-            `SIMPLE` alone is as good.
+            `SIMPLE` alone is by more than a standard error, or as good for every user.
         seed: Seed of the random halves.
     """
     chooses = choosing_half(len(places[configured]), seed)
@@ -150,11 +152,16 @@ def choose_way(
     gap = difference_of_users(each[best], each[configured])
     if gap.mean <= 0 or gap.p * len(places) > CHANCE:
         best = configured
-    # a simple count that is as good serves as well, at a fraction of the cost
+    # A simple count costs a fraction, so it replaces what is as good for every user, or worse by a
+    # standard error. A higher mean alone says little: of several counts one soon has it by chance.
     simple = [
         way for way in places if way.order == "retrieval" and way.sources in {(x,) for x in SIMPLE}
     ]
-    best = max([*simple, best], key=lambda way: ndcg(places[way][chooses], TOP))
+    if simple:
+        count = max(simple, key=lambda way: ndcg(places[way][chooses], TOP))
+        of_count, of_best = (ndcg_of_each(places[way][chooses], TOP) for way in (count, best))
+        if is_above_0(of_count - of_best) or np.array_equal(of_count, of_best):
+            best = count
     shown = [
         best,
         configured,

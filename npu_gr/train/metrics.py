@@ -150,6 +150,11 @@ def difference(ours: npt.NDArray[Any], theirs: npt.NDArray[Any], seed: int = 0) 
     return _difference(float(gap.mean()), means)
 
 
+def is_above_0(gaps: F64) -> bool:
+    """Whether the mean is above 0 by more than a standard error; False for an empty array."""
+    return len(gaps) > 0 and float(gaps.mean()) > float(gaps.std()) / len(gaps) ** 0.5
+
+
 def difference_of_users(ours: F64, theirs: F64, seed: int = 0) -> Difference:
     """Bootstrap the difference of two models, one training each, by resampling users.
 

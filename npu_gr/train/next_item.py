@@ -273,6 +273,11 @@ class RetrievalFigures:
         )
 
     @property
+    def score(self) -> float:
+        """NDCG@10 of the items that a model is evaluated by."""
+        return self.ndcg_at_10 if self.ranks.evaluates_all else self.ndcg_at_10_unseen
+
+    @property
     def interval(self) -> float:
         """Half the width of HR@10's 95 % confidence interval, by the normal approximation."""
         return float(1.96 * np.sqrt(self.hr_at_10 * (1 - self.hr_at_10) / max(self.num_users, 1)))

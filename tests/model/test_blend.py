@@ -24,6 +24,7 @@ from npu_gr.model.blend import (
     DECAY,
     FILE,
     FOLLOWING,
+    LAST_ALONE,
     LAST_EVENTS,
     WEIGHTS,
     ScoreBlend,
@@ -89,11 +90,12 @@ def dense(order: ScoreBlend) -> npt.NDArray[np.float64]:
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_events", [1, 3, LAST_EVENTS, 9])
-def test_transitions_are_the_dense_tables(seed: int, num_events: int) -> None:
-    order = an_order(seed)
+@pytest.mark.parametrize("decay", [DECAY, LAST_ALONE])
+def test_transitions_are_the_dense_tables(seed: int, num_events: int, decay: float) -> None:
+    order = replace(an_order(seed), decay=decay)
     history = np.random.default_rng(seed).integers(0, ITEMS, num_events)
     recent = history[-LAST_EVENTS:][::-1]
-    weights = DECAY ** np.arange(len(recent))
+    weights = decay ** np.arange(len(recent))
     want = (weights[:, None] * dense(order)[recent]).sum(0) / weights.sum()
     candidates = np.random.default_rng(seed).permutation(ITEMS)
     got = order.transitions(history, candidates)
@@ -260,11 +262,11 @@ def test_round_trip(tmp_path: Path, last_items: int, is_summed: bool, is_linear:
     read = replace(
         some_neighbours(), last_items=last_items, is_summed=is_summed, is_linear=is_linear
     )
-    order = replace(order, neighbours=read)
+    order = replace(order, neighbours=read, decay=LAST_ALONE if is_summed else DECAY)
     save_blend(order, tmp_path)
     again = load_blend(tmp_path)
     assert again is not None
-    assert (again.task, again.weights) == ("click", order.weights)
+    assert (again.task, again.weights, again.decay) == ("click", order.weights, order.decay)
     for name in ("successors", "log_prob", "popularity"):
         assert np.array_equal(getattr(again, name), getattr(order, name))
     assert again.neighbours is not None

@@ -15,7 +15,7 @@ from npu_gr.backend.cpu.backend import CPUBackend
 from npu_gr.backend.cpu.items import NativeOrder
 from npu_gr.backend.cpu.library import supported
 from npu_gr.backend.reference import ReferenceBackend
-from npu_gr.model.blend import DECAY, LINEAR, SCALE, WEIGHTS, BlendSum, ScoreBlend
+from npu_gr.model.blend import DECAY, LAST_ALONE, LINEAR, SCALE, WEIGHTS, BlendSum, ScoreBlend
 from npu_gr.model.item_similarity import Neighbours
 from tests.models import tiny_order
 
@@ -59,6 +59,7 @@ def order(seed: int) -> ScoreBlend:
         )
         if seed % 5
         else None,
+        decay=LAST_ALONE if seed % 7 == 3 else DECAY,
     )
 
 

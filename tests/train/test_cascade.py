@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 
 from npu_gr.train.cascade import CascadeWay, cascade_ways, choose_way, next_events, why
 from npu_gr.train.data import to_train_on
@@ -88,6 +89,21 @@ def test_of_many_ways_one_that_looks_better_by_chance_is_not_taken() -> None:
     # it is one of two
     assert choose_way({way: ways[way] for way in (whole, lucky)}, whole).way == lucky
     assert choose_way(ways, whole).way == whole  # it is one of 68
+
+
+@pytest.mark.parametrize(("more_hits", "is_taken"), [(1, False), (60, True)])
+def test_a_simple_count_has_to_be_better_by_more_than_a_standard_error(
+    more_hits: int, is_taken: bool
+) -> None:
+    """One that a few users make the highest would throw a better ranker away."""
+    whole = CascadeWay(("shared_encoder", "transitions", "neighbours"), "blended")
+    count = CascadeWay(("neighbours",), "retrieval")
+    users = np.random.default_rng(0).permutation(400)[:200]  # those who choose
+    ways = {way: np.full(400, MISSED) for way in (whole, count)}
+    ways[whole][users[:60]] = 0
+    ways[count][users[40 : 100 + more_hits]] = 0
+    assert ndcg(ways[count], 10) > ndcg(ways[whole], 10)
+    assert choose_way(ways, whole).way == (count if is_taken else whole)
 
 
 def test_a_stage_that_makes_answers_worse_is_named_and_no_other_is() -> None:

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from npu_gr.catalogue.trie import Codebooks
 from npu_gr.history_store.interactions import Interactions
 from npu_gr.model.weights import Checkpoint
 from npu_gr.train.data import build_log
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, residual_codes
+from npu_gr.train.generate.nodes import nodes_of
 from npu_gr.train.generate.train import _new_model as new_generator
 from npu_gr.train.generate.train import train_generator
 from npu_gr.train.generate.warm import (
@@ -100,17 +102,36 @@ def test_known_items_keep_their_codes_and_new_ones_get_free_ones() -> None:
     assert kept_codes(known, log.item_ids + 1, vectors, (16, 16)) is None
 
 
-def test_a_generator_starts_at_the_decoder_if_it_has_the_same_shape() -> None:
+@pytest.mark.parametrize("tokens", ["codes", "nodes"])
+def test_a_generator_starts_at_the_rows_of_its_items(tokens: str) -> None:
+    """Items keep their semantic IDs, and new nodes get numbers that are free."""
     log = build_log(LOG, [], "leave-one-out")
-    options = msgspec.structs.replace(GENERATOR, epochs=1, learning_rate=1e-12)
+    options = msgspec.structs.replace(GENERATOR, epochs=1, learning_rate=1e-12, refit=False)
+    options = msgspec.structs.replace(options, code_count=(16, 16), own_tokens=tokens)
     codes = codes_of(log.num_items, 0)
-    decoder = new_generator(log, codes, msgspec.structs.replace(options, code_count=(16, 16)))
-    start = GeneratorStart(KnownItems(log.item_ids, codes.sids), decoder)
-    options = msgspec.structs.replace(options, code_count=(16, 16), seed=9)
-    found = train_generator(LOG, [], options, start=GeneratorStarts(start, start))
-    assert np.array_equal(found.codes.sids, codes.sids)
+    of_tokens = nodes_of(codes) if tokens == "nodes" else codes
+    decoder = new_generator(log, of_tokens, options)
+    known = KnownItems(log.item_ids, codes.sids)
+    nodes = of_tokens.sids if tokens == "nodes" else None
+    start = GeneratorStart(known, nodes, of_tokens.code_count, decoder)
+    options = msgspec.structs.replace(options, seed=9)
+    found = train_generator(with_new_items(LOG), [], options, start=GeneratorStarts(start, start))
+    now = found.codes.given or found.codes
+    assert found.codes.given is None if tokens == "codes" else found.codes.given is not None
+    at = np.searchsorted(found.log.item_ids, log.item_ids)
+    assert len(found.log.item_ids) > len(at)
+    assert np.array_equal(now.sids[at], codes.sids)
+    assert np.array_equal(found.codes.sids[at], of_tokens.sids)
+    for level in range(2):
+        base = Codebooks.stacked(found.codes.code_count).vocab_base[level]
+        base_before = Codebooks.stacked(of_tokens.code_count).vocab_base[level]
+        rows = found.model.embedding.weight[base + found.codes.sids[at, level]]
+        want = decoder.embedding.weight[base_before + of_tokens.sids[:, level]]
+        assert torch.allclose(rows, want, atol=1e-6)
+    weights = dict(decoder.named_parameters())
     for name, weight in found.model.named_parameters():
-        assert torch.allclose(weight, dict(decoder.named_parameters())[name], atol=1e-6), name
+        is_table = name == "embedding.weight"
+        assert is_table or torch.allclose(weight, weights[name], atol=1e-6), name
 
 
 @pytest.mark.parametrize("refit", [True, False])

@@ -56,7 +56,7 @@ class ItemCodes:
     # [L + 1] mean squared length of the vectors, and of the residual after each level
     residuals: tuple[float, ...] = ()
     num_moved: int = 0  # items that lost a collision and got other codes
-    # ready-made codes whose nodes these are, see `nodes.py`; None = these are no nodes
+    # codes whose nodes these are, see `nodes.py`; None = these are no nodes
     given: ItemCodes | None = None
 
     @property
@@ -84,7 +84,8 @@ class ItemCodes:
     def text(self) -> str:
         """Describe the codes in words."""
         if self.given is not None:
-            return f"{self.given.text()}; a token for each of the {sum(self.code_count):,} prefixes"
+            num_prefixes = sum(self.num_prefixes())
+            return f"{self.given.text()}; a token for each of the {num_prefixes:,} prefixes"
         levels = " x ".join(map(str, self.code_count))
         balance = ", ".join(f"{value:.2f}" for value in self.balance())
         prefixes = ", ".join(f"{count:,}" for count in self.num_prefixes())

@@ -4,11 +4,11 @@ The forward pass (`encode`) computes the same function as `Decoder.prefill` for 
 once. Histories are padded at the end, so the causal mask keeps real tokens from attending to the
 padding.
 
-For ready-made semantic IDs, every prefix of an ID can have a token of its own: a node of the tree
-(trie) of the IDs.
+Every prefix of a semantic ID can have a token of its own: a node of the tree (trie) of the IDs.
 
-    given codes     3 7 1      3 7 2      5 7 1
-    nodes           0 0 0      0 0 1      1 1 2      numbered by level, in the order of the codes
+    codes           3 7 1      3 7 2      5 7 1
+    nodes           0 0 0      0 0 1      1 1 2      numbered by level, in the order of the codes;
+                                                     nodes of known items keep their numbers
 
 The same code means something else after another prefix: 7 after 3 is not 7 after 5. A small decoder
 would have to combine all codes of an item to know which item it read. The token of a node contains
@@ -23,6 +23,9 @@ nothing.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 import torch
@@ -37,7 +40,7 @@ from torch.nn.functional import (
 )
 
 from npu_gr.catalogue.build import build_trie
-from npu_gr.catalogue.trie import Codebooks, Trie
+from npu_gr.catalogue.trie import I32, Codebooks, Trie
 from npu_gr.model.decoder import Decoder, DecoderLayer
 from npu_gr.train.data import Batch
 from npu_gr.train.generate.codes import ItemCodes
@@ -46,18 +49,45 @@ STD = 0.05  # standard deviation of the codes' rows at the start
 IMPOSSIBLE = float("-inf")  # logit of the padding of a row of siblings
 
 
-def nodes_of(given: ItemCodes) -> ItemCodes:
+def nodes_of(given: ItemCodes, kept: I32 | None = None) -> ItemCodes:
     """Replace the codes of distinct semantic IDs by the numbers of their nodes.
 
     The result has the same tree, and keeps the given codes in `ItemCodes.given`.
+
+    Args:
+        given: Codes of N items, L of each.
+        kept: int32 [N, L] numbers that the nodes of an item have already, -1 = the item is new;
+            None = all are.
     """
     rows = np.arange(len(given.sids), dtype=np.int64)
     trie = build_trie(given.sids, rows, Codebooks.stacked(given.code_count))
     states = [trie.find(rows)]
     for level in reversed(range(1, trie.num_levels)):
         states.append(trie.parent(level, states[-1]))
-    sids = np.stack(states[::-1], axis=1).astype(np.int32)
-    return ItemCodes(sids, tuple(len(codes) for codes in trie.token), given=given)
+    places = np.stack(states[::-1], axis=1)
+    count = node_count(given.code_count, len(rows))
+    if kept is None or (kept.max(axis=0) >= count).any():
+        return ItemCodes(places.astype(np.int32), count, given=given)
+    sids = np.empty_like(given.sids)
+    for level, codes in enumerate(trie.token):
+        is_known = kept[:, level] >= 0
+        number = np.full(len(codes), -1, np.int32)
+        number[places[is_known, level]] = kept[is_known, level]
+        is_new = number < 0
+        free = np.setdiff1d(np.arange(count[level], dtype=np.int32), number)
+        number[is_new] = free[: is_new.sum()]
+        sids[:, level] = number[places[:, level]]
+    return ItemCodes(sids, count, given=given)
+
+
+def node_count(code_count: Sequence[int], num_items: int) -> tuple[int, ...]:
+    """Compute the tokens of each level that nodes of semantic IDs take.
+
+    There is room for more items, so that the configuration that names these numbers stays as it is
+    until the catalogue passes the next power of 2.
+    """
+    room = 1 << (num_items - 1).bit_length()
+    return tuple(min(room, prefixes) for prefixes in accumulate(code_count, mul))
 
 
 class NodeDecoder(nn.Module):
@@ -90,6 +120,11 @@ class NodeDecoder(nn.Module):
     def table(self) -> Tensor:
         """The embedding of each node, [nodes, dim]."""
         return self.decoder.embedding.weight + self.code_rows[self.code_of]
+
+    @torch.no_grad()
+    def keep_sums(self) -> None:
+        """Subtract the codes' rows from the nodes' own, so that the decoder's table is the sums."""
+        self.decoder.embedding.weight -= self.code_rows[self.code_of]
 
     @torch.no_grad()
     def folded(self) -> Decoder:
@@ -127,6 +162,8 @@ class SiblingLoss:
         trie = build_trie(nodes.sids, np.arange(len(nodes.sids), dtype=np.int64), books)
         self._bases = books.vocab_base
         self._tokens = torch.from_numpy(nodes.sids + np.array(books.vocab_base, np.int64))  # [N, L]
+        self._nodes = [torch.from_numpy(level.astype(np.int64)) for level in trie.token]
+        self._places = [_places_of(nodes) for nodes in self._nodes]
         self._first, self._siblings = zip(
             *(_siblings(trie, level) for level in range(len(books))), strict=True
         )
@@ -147,18 +184,19 @@ class SiblingLoss:
             if not level:
                 counts = counts.clone()
                 counts[:, 0] = False  # no token precedes the first node of a window
-            wanted = tokens[..., level][counts] - self._bases[level]
+            wanted = self._places[level][tokens[..., level][counts] - self._bases[level]]
             losses.append(self._among_siblings(table, rows[:, :, level][counts], wanted, level))
         return torch.stack(losses).sum() / batch.valid.sum()
 
     def _among_siblings(self, table: Tensor, rows: Tensor, wanted: Tensor, level: int) -> Tensor:
-        """Sum the cross-entropy of the nodes `wanted` [n] of a level over their siblings.
+        """Sum the cross-entropy of nodes of a level over their siblings.
 
-        `rows` [n, dim] are the final rows that predict the nodes.
+        `wanted` [n] are the nodes' places in the trie, where siblings stand side by side, and
+        `rows` [n, dim] the final rows that predict them.
         """
-        first, base = self._first[level], self._bases[level]
+        first, nodes = self._first[level], self._bases[level] + self._nodes[level]
         if not level:  # all nodes are siblings
-            logits = rows @ table[base : base + len(first)].T
+            logits = rows @ embedding(nodes, table).T
             return cross_entropy(logits, wanted, reduction="sum")
         siblings = self._siblings[level][wanted]
         uncertain = siblings > 1
@@ -168,15 +206,15 @@ class SiblingLoss:
             return rows.sum()
         places = torch.arange(int(siblings.max()))
         # padding repeats the last sibling, so that the index is valid
-        nodes = first[wanted, None] + torch.minimum(places, siblings[:, None] - 1)
-        logits = torch.bmm(embedding(nodes + base, table), rows[:, :, None])[:, :, 0]
+        among = nodes[first[wanted, None] + torch.minimum(places, siblings[:, None] - 1)]
+        logits = torch.bmm(embedding(among, table), rows[:, :, None])[:, :, 0]
         logits = logits.masked_fill(places >= siblings[:, None], IMPOSSIBLE)
         return cross_entropy(logits, wanted - first[wanted], reduction="sum")
 
 
 def _codes_of(nodes: ItemCodes, given: ItemCodes) -> Tensor:
     """Find the given code of each node, int64 [nodes]; both are numbered across all levels."""
-    code_of = np.empty(sum(nodes.code_count), np.int64)
+    code_of = np.zeros(sum(nodes.code_count), np.int64)  # 0: a token that no item has
     of_levels = zip(nodes.sids.T, Codebooks.stacked(nodes.code_count).vocab_base, strict=True)
     of_codes = zip(given.sids.T, Codebooks.stacked(given.code_count).vocab_base, strict=True)
     for (node, node_base), (code, code_base) in zip(of_levels, of_codes, strict=True):
@@ -184,8 +222,15 @@ def _codes_of(nodes: ItemCodes, given: ItemCodes) -> Tensor:
     return torch.from_numpy(code_of)
 
 
+def _places_of(nodes: Tensor) -> Tensor:
+    """Invert the list of the nodes at each place, int64 [largest node + 1]."""
+    places = torch.zeros(int(nodes.max()) + 1, dtype=torch.int64)
+    places[nodes] = torch.arange(len(nodes))
+    return places
+
+
 def _siblings(trie: Trie, level: int) -> tuple[Tensor, Tensor]:
-    """Find the first sibling and the number of siblings of each node of a level, int64 [n] each.
+    """Find the first sibling and the number of siblings at each place of a level, int64 [n] each.
 
     A node is one of its own siblings.
     """

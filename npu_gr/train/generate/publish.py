@@ -4,9 +4,8 @@
     items.jsonl                      the catalogue: items, semantic IDs, and the single-valued
                                      features as attributes
     centroids.safetensors            centroids of the semantic IDs, to code items that come later;
-                                     absent for ready-made codes
-    given_codes.json                 the ready-made codes, if the tokens are their nodes
-                                     (`nodes.py`)
+                                     absent for ready-made codes and for nodes
+    given_codes.json                 the codes, if the tokens are their nodes (`nodes.py`)
     serve.yaml                       a configuration that serves the generator
     report.json                      the figures of the evaluation
 
@@ -23,18 +22,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from npu_gr.catalogue import centroids
 from npu_gr.catalogue.centroids import Centroids, CodedFeature
 from npu_gr.catalogue.names import ACTIONS_FILE, EMPTY, ItemNames
+from npu_gr.catalogue.records import read_items
 from npu_gr.core import shipped
 from npu_gr.core.errors import DataError
+from npu_gr.core.request import Normalise
 from npu_gr.history_store.interactions import ItemValues
 from npu_gr.model import hf, hf_files
 from npu_gr.train.data import count_trained
 from npu_gr.train.generate.codes import codes_text
+from npu_gr.train.generate.nodes import node_count
 from npu_gr.train.generate.train import GenerateOptions, TrainedGenerator
+from npu_gr.train.generate.warm import GeneratorStart, KnownItems
 from npu_gr.train.options import CONFIGURATION, example, next_command
 
 CATALOGUE = "items.jsonl"
@@ -137,25 +141,25 @@ def configuration(
     Returns:
         A table for `npu_gr/service/config.py`.
     """
-    generate = section(trained.codes.code_count, options, folder)
-    if trained.codes.given is not None:
-        generate["normalise"] = trained.codes.normalise
     return {
-        "generate": generate,
+        "generate": section(trained.codes.code_count, trained.codes.normalise, options, folder),
         "history_store": {"path": str(folder / "history.db")},
     }
 
 
-def section(code_count: Sequence[int], options: GenerateOptions, folder: Path) -> dict[str, Any]:
+def section(
+    code_count: Sequence[int], normalise: Normalise, options: GenerateOptions, folder: Path
+) -> dict[str, Any]:
     """Make the section `generate` of an instance's configuration.
 
     Args:
-        code_count: Number of codes of each level.
+        code_count: Number of tokens of each level.
+        normalise: Tokens over which the search normalises, as the training did.
         options: Options of the generator's training, which set the prompt's length and the beam
             width.
         folder: Folder to serve from.
     """
-    return {
+    made = {
         "checkpoint": str(folder),
         "catalogue": str(folder / CATALOGUE),
         "codes": list(code_count),
@@ -164,6 +168,28 @@ def section(code_count: Sequence[int], options: GenerateOptions, folder: Path) -
         "max_prompt_tokens": options.history_items * len(code_count),
         "cut_step_items": min(MAX_CUT_ITEMS, options.history_items),
     }
+    return made if normalise == "vocabulary" else {**made, "normalise": normalise}
+
+
+def start_at(folder: Path, code_count: Sequence[int]) -> GeneratorStart:
+    """Read the folder of a generator to train it on.
+
+    Args:
+        folder: Folder that `publish` wrote.
+        code_count: Number of codes of each level.
+
+    Raises:
+        NpuGrError: it cannot be read.
+    """
+    items = read_items(folder / CATALOGUE)
+    known, nodes = KnownItems(items.item_ids, items.sids), None
+    count = tuple(code_count)
+    if (path := folder / GIVEN_CODES).exists():
+        codes = json.loads(path.read_bytes())
+        sids = np.array([codes[str(item)] for item in items.item_ids.tolist()], np.int32)
+        known, nodes = KnownItems(items.item_ids, sids), items.sids
+        count = node_count(code_count, len(sids))
+    return GeneratorStart(known, nodes, count, hf.load(folder))
 
 
 def how_to_serve(table: dict[str, Any], trained: TrainedGenerator, names: ItemNames = EMPTY) -> str:

@@ -58,7 +58,13 @@ from npu_gr.train.epochs import epoch
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes, residual_codes
 from npu_gr.train.generate.nodes import CodeLoss, NodeDecoder, SiblingLoss, nodes_of
 from npu_gr.train.generate.nodes import start as start_at_random
-from npu_gr.train.generate.warm import GeneratorStarts, KnownItems, kept_codes
+from npu_gr.train.generate.warm import (
+    GeneratorStart,
+    GeneratorStarts,
+    KnownItems,
+    begin_at,
+    kept_codes,
+)
 from npu_gr.train.metrics import F64, known
 from npu_gr.train.next_item import (
     NextItemRanks,
@@ -96,6 +102,13 @@ class GenerateOptions(StepOptions, frozen=True, kw_only=True, forbid_unknown_fie
             "ID; codes = the codes themselves"
         ),
     ] = "nodes"
+    own_tokens: Annotated[
+        Literal["nodes", "codes"],
+        Meta(
+            description="tokens of codes that are made here; with nodes a new item cannot have an "
+            "ID of its own before the next training"
+        ),
+    ] = "codes"
 
     dim: Annotated[Count, Meta(description="width of a token")] = 64
     num_layers: Annotated[Count, Meta(description="decoder layers")] = 2
@@ -168,10 +181,11 @@ BEAUTY = GenerateOptions(
     validate_every=3,
     skip_ratio=0.15,
     swap_ratio=0.2,
-    code_init_norm=0.3,
+    own_tokens="nodes",
+    code_init_norm=1.0,
 )
 """For logs with many short histories."""
-BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096, code_init_norm=1.0)
+BEAUTY_GIVEN = msgspec.structs.replace(BEAUTY, batch_tokens=4096)
 """For logs with many short histories, and ready-made codes of four levels."""
 
 
@@ -222,15 +236,15 @@ def train_generator(
         made = ""
     trained, earlier = log.without_last(), sample.without_last()
     progress(TrainingProgress("generator: codes of the items", 0, 1))
-    codes = _codes(trained, features, options, codes_path, start and start.evaluated.items)
+    codes = _codes(trained, features, options, codes_path, start and start.evaluated)
     evaluate = GeneratorEvaluator(codes, log.item_ids, options.history_items, options.beam_width)
     validated = sample_targets(earlier.next_items(), options.validation_users, options.seed)
     validations: list[dict[str, Any]] = []
 
     def score(decoder: Decoder) -> float:
-        figures = evaluate.evaluate(decoder, earlier, validated)
-        validations.append(known(asdict(figures)))
-        return figures.ndcg_at_10
+        figures = evaluate.evaluate(decoder, earlier, validated, unseen=True)
+        validations.append({**known(asdict(figures)), "score": figures.score})
+        return figures.score
 
     stage = "generator: train"
     model, epochs = _fit(
@@ -240,12 +254,12 @@ def train_generator(
         stage,
         progress,
         states,
-        start and start.evaluated.decoder,
+        start and start.evaluated,
         score=score,
         found=validations,
         sample=earlier,
     )
-    validation = max(validations, key=lambda figures: figures["ndcg_at_10"])
+    validation = max(validations, key=lambda figures: figures["score"])
     targets = sample_targets(sample.next_items(), options.test_users, options.seed)
 
     def show(done: int, total: int) -> None:
@@ -268,7 +282,7 @@ def train_generator(
     if not options.refit:
         return found
     full_log = log.all_trained()
-    codes = _codes(full_log, features, options, codes_path, start and start.served.items)
+    codes = _codes(full_log, features, options, codes_path, start and start.served)
     model, _ = _fit(
         full_log,
         codes,
@@ -276,7 +290,7 @@ def train_generator(
         "generator: refit",
         progress,
         states,
-        start and start.served.decoder,
+        start and start.served,
         num_epochs=epochs,
         sample=sample.all_trained(),
     )
@@ -291,15 +305,15 @@ def both_codes(
 ) -> tuple[ItemCodes, ItemCodes]:
     """Make the codes of the evaluated and of the refitted generator, for a ranker that reads them.
 
-    `train_generator` makes the same codes from the same arguments; `known` are the items of its
-    `start`.
+    `train_generator` makes the same codes from the same arguments, and may make nodes of them;
+    `known` are the items of its `start`.
     """
     log = build_log(interactions, features, SPLIT)
     evaluated, served = log.without_last(), log.all_trained()
     first, last = known
     return (
-        _codes(evaluated, features, options, None, first),
-        _codes(served, features, options, None, last),
+        _own_codes(evaluated, features, options, first),
+        _own_codes(served, features, options, last),
     )
 
 
@@ -308,11 +322,25 @@ def _codes(
     features: Sequence[ItemValues],
     options: GenerateOptions,
     path: Path | None,
-    known: KnownItems | None = None,
+    start: GeneratorStart | None,
 ) -> ItemCodes:
-    if path is not None:
-        given = read_codes(path, log.item_ids, log.item_key)
-        return nodes_of(given) if options.given_tokens == "nodes" else given
+    if path is None:
+        codes = _own_codes(log, features, options, start and start.items)
+        tokens = options.own_tokens
+    else:
+        codes = read_codes(path, log.item_ids, log.item_key)
+        tokens = options.given_tokens
+    if tokens == "codes":
+        return codes
+    return nodes_of(codes, start and start.kept_nodes(log.item_ids, codes))
+
+
+def _own_codes(
+    log: InteractionLog,
+    features: Sequence[ItemValues],
+    options: GenerateOptions,
+    known: KnownItems | None,
+) -> ItemCodes:
     vectors = item_vectors(log, features, options.vector_dim, COOCCURRENCE_WINDOW, options.seed)
     if known is not None:
         kept = kept_codes(known, log.item_ids, vectors, options.code_count)
@@ -369,20 +397,20 @@ def _fit(
     stage: str,
     progress: Callable[[TrainingProgress], None],
     states: TrainingStates = NO_STATES,
-    start: Decoder | None = None,
+    start: GeneratorStart | None = None,
     *,
     score: Callable[[Decoder], float] | None = None,
     found: list[Any] | None = None,
     num_epochs: int | None = None,
     sample: InteractionLog | None = None,
 ) -> BestEpoch[Decoder]:
-    """Train a decoder over codes, or over the nodes of ready-made codes; see `EpochTrainer.fit`.
+    """Train a decoder over codes, or over their nodes; see `EpochTrainer.fit`.
 
     `sample` has some users of a log in files; None = `log`.
     """
     decoder = _new_model(log, codes, options)
-    if start is not None and start.config == decoder.config:
-        decoder.load_state_dict(start.state_dict())
+    if start is not None:
+        begin_at(decoder, codes, log.item_ids, start)
     model: Any = decoder
     tables = [decoder.embedding.weight]
     loss: CodeLoss | SiblingLoss
@@ -392,6 +420,8 @@ def _fit(
         terms_of = loss.num_terms
     else:
         model = nodes = NodeDecoder(decoder, codes, torch.Generator().manual_seed(options.seed))
+        if start is not None:
+            nodes.keep_sums()
         tables.append(nodes.code_rows)
         loss = SiblingLoss(codes)
     torch.manual_seed(options.seed)

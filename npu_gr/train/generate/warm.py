@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
-from npu_gr.catalogue.records import read_items
-from npu_gr.catalogue.trie import I32
+from npu_gr.catalogue.trie import I32, Codebooks
 from npu_gr.core.arrays import F32, I64
-from npu_gr.model import hf
 from npu_gr.model.decoder import Decoder
 from npu_gr.train.generate.codes import ItemCodes, codes_of_new
 
@@ -24,19 +22,20 @@ class KnownItems(NamedTuple):
 
 
 class GeneratorStart(NamedTuple):
-    """An earlier generator."""
+    """An earlier generator. L = levels."""
 
-    items: KnownItems
+    items: KnownItems  # with the codes
+    nodes: I32 | None  # [n, L], the tokens of the items; None = the codes are
+    token_count: tuple[int, ...]  # tokens of each level
     decoder: Decoder
 
-    @classmethod
-    def read(cls, folder: Path, catalogue: str) -> GeneratorStart:
-        """Read the folder of a generator.
-
-        Raises:
-            NpuGrError: it cannot be read.
-        """
-        return cls(read_known(folder / catalogue), hf.load(folder))
+    def kept_nodes(self, item_ids: I64, codes: ItemCodes) -> I32 | None:
+        """Find the nodes that items of these codes have here, for `nodes_of`."""
+        at = _places(self.items.item_ids, item_ids)
+        is_same = (self.items.sids[at] == codes.sids).all(axis=1) | (at < 0)
+        if self.nodes is None or not is_same.all():
+            return None
+        return np.where(at[:, None] < 0, np.int32(-1), self.nodes[at])
 
 
 class GeneratorStarts(NamedTuple):
@@ -46,14 +45,35 @@ class GeneratorStarts(NamedTuple):
     served: GeneratorStart
 
 
-def read_known(path: Path) -> KnownItems:
-    """Read the items of a catalogue.
+def begin_at(model: Decoder, codes: ItemCodes, item_ids: I64, start: GeneratorStart) -> None:
+    """Copy an earlier generator's weights, in place; the tokens' rows go by the items.
 
-    Raises:
-        DataError: it cannot be read.
+    A model of other sizes stays as it is.
+
+    Args:
+        model: Decoder over `codes`.
+        codes: Tokens of the items.
+        item_ids: int64 [N] ids of the items.
+        start: The earlier generator.
     """
-    items = read_items(path)
-    return KnownItems(items.item_ids, items.sids)
+    before = start.decoder.config
+    if msgspec.structs.replace(before, vocab_size=model.config.vocab_size) != model.config:
+        return
+    if codes.given is None and before == model.config:
+        model.load_state_dict(start.decoder.state_dict())
+        return
+    table = model.embedding.weight.detach().clone()
+    at = _places(item_ids, start.items.item_ids)
+    is_known = at >= 0
+    tokens = start.items.sids if start.nodes is None else start.nodes
+    bases = Codebooks.stacked(codes.code_count).vocab_base
+    bases_before = Codebooks.stacked(start.token_count).vocab_base
+    for level, (base, base_before) in enumerate(zip(bases, bases_before, strict=True)):
+        new = base + codes.sids[at[is_known], level].astype(np.int64)
+        old = base_before + tokens[is_known, level].astype(np.int64)
+        table[new] = start.decoder.embedding.weight.detach()[old]
+    weights = {**start.decoder.state_dict(), "embedding.weight": table}
+    model.load_state_dict(weights)
 
 
 def kept_codes(
@@ -73,8 +93,7 @@ def kept_codes(
     Returns:
         The codes; None = the earlier generator has other numbers of codes, or none of the items.
     """
-    place = {item: row for row, item in enumerate(known.item_ids.tolist())}
-    at = np.array([place.get(item, -1) for item in item_ids.tolist()])
+    at = _places(known.item_ids, item_ids)
     is_known = at >= 0
     has_levels = known.sids.shape[1] == len(code_count)
     if not is_known.any() or not has_levels or (known.sids.max(axis=0) >= code_count).any():
@@ -87,3 +106,9 @@ def kept_codes(
         old = ItemCodes(old.sids, old.code_count, centroids)
         sids[~is_known] = codes_of_new(old, vectors[is_known], vectors[~is_known])
     return ItemCodes(sids, tuple(code_count), centroids)
+
+
+def _places(known: I64, item_ids: I64) -> I64:
+    """Find items among known ones, int64 [items]; -1 = it is not known."""
+    place = {item: row for row, item in enumerate(known.tolist())}
+    return np.array([place.get(item, -1) for item in item_ids.tolist()], np.int64)

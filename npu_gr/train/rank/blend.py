@@ -4,7 +4,7 @@ The terms are those of `ItemList`: retrieval score, click logit, transitions, ne
 the same users), popularity, of an item of the history that it is one, how often the user had it
 and how long ago, and whether it comes again or follows. Transitions are counted as
 
-    c(j, i)  = sum over lags 1 .. 5 of  0.6^(lag - 1) n_lag(j, i)
+    c(j, i)  = sum over lags 1 .. 5 of  decay^(lag - 1) n_lag(j, i)
     P(i | j) = (c(j, i) + 10 pop(i)) / (sum over i of c(j, i) + 10)
 
 The weights maximise the likelihood of the validation's next items within their users' lists. This
@@ -86,23 +86,27 @@ class ItemList(NamedTuple):
         return row
 
 
-def count_blend(log: InteractionLog, task: str, kind: NeighbourKind = USUAL) -> ScoreBlend:
+def count_blend(
+    log: InteractionLog, task: str, kind: NeighbourKind = USUAL, decay: float = DECAY
+) -> ScoreBlend:
     """Count the transitions and the neighbours of the trained events, with unfitted weights.
 
     Args:
         log: Log whose trained events are counted.
         task: Name of the task that predicts the next item.
         kind: Similarity of the neighbours.
+        decay: As `count_transitions`.
     """
-    return replace(count_transitions(log, task), neighbours=kind.counted(log))
+    return replace(count_transitions(log, task, decay), neighbours=kind.counted(log))
 
 
-def count_transitions(log: InteractionLog, task: str) -> ScoreBlend:
+def count_transitions(log: InteractionLog, task: str, decay: float = DECAY) -> ScoreBlend:
     """Count the transitions of the trained events, with unfitted weights and no neighbours.
 
     Args:
         log: Log whose trained events are counted.
         task: Name of the task that predicts the next item.
+        decay: `DECAY`, or `LAST_ALONE` to count neighbouring events alone.
     """
     num_items = log.num_items
     trained = log.trained
@@ -111,13 +115,13 @@ def count_transitions(log: InteractionLog, task: str) -> ScoreBlend:
     share = (uses + 1) / (uses.sum() + num_items)  # plus 1: an item without events may follow too
     pairs: I64 = np.empty(0, np.int64)
     counts: F64 = np.empty(0)
-    for lag in range(1, LAST_EVENTS + 1):
+    for lag in range(1, LAST_EVENTS + 1 if decay else 2):
         near = np.flatnonzero(trained[lag:] & (users[lag:] == users[:-lag]))
         keys, number = np.unique(
             log.items[near] * num_items + log.items[near + lag], return_counts=True
         )
         together, place = np.unique(np.concatenate([pairs, keys]), return_inverse=True)
-        weights = np.concatenate([counts, DECAY ** (lag - 1) * number])
+        weights = np.concatenate([counts, decay ** (lag - 1) * number])
         counts = np.bincount(place, weights, len(together)).astype(np.float64)
         pairs = together
     source, target = np.divmod(pairs, num_items)
@@ -131,6 +135,7 @@ def count_transitions(log: InteractionLog, task: str) -> ScoreBlend:
         successors=successors,
         log_prob=probabilities,
         popularity=np.log(share).astype(np.float32),
+        decay=decay,
     )
 
 

@@ -1,4 +1,7 @@
-"""Choose the score blend to serve, on the validation, in four steps.
+"""Choose the score blend to serve, on the validation, in five steps.
+
+0. Transitions from the last event alone, if they are likelier than those from the last five by more
+   than a standard error.
 
 1. The kind of neighbours whose fitted blend is best. A kind replaces the best one before it if its
    NDCG@10 is higher by more than a standard error, paired by user; or if its likelihood is, and its
@@ -38,13 +41,26 @@ import numpy as np
 import torch
 
 from npu_gr.core.arrays import F32
-from npu_gr.model.blend import OWN_OR_NEXT, OWN_WEIGHTS, WEIGHTS, ScoreBlend
+from npu_gr.model.blend import (
+    DECAY,
+    LAST_ALONE,
+    OWN_OR_NEXT,
+    OWN_WEIGHTS,
+    WEIGHTS,
+    ScoreBlend,
+)
 from npu_gr.model.hstu import HSTU
 from npu_gr.train.baselines import LinearBaseline, graph_of
 from npu_gr.train.data import InteractionLog, NextItem
 from npu_gr.train.evaluate import BLOCK_USERS
 from npu_gr.train.linear import ItemKNN, log_popularity, root_mean_square
-from npu_gr.train.metrics import F64, Difference, difference_of_users, ndcg_of_each
+from npu_gr.train.metrics import (
+    F64,
+    Difference,
+    difference_of_users,
+    is_above_0,
+    ndcg_of_each,
+)
 from npu_gr.train.next_item import K, rank_next_items
 from npu_gr.train.rank.blend import (
     USUAL_WEIGHTS,
@@ -72,6 +88,7 @@ class ChosenBlend(NamedTuple):
 
     task: str  # name of the task that predicts the next item
     kind: NeighbourKind = USUAL
+    decay: float = DECAY  # of the transitions
     weights: Mapping[str, float] | None = None  # None = there is no validation
     better: Mapping[str, Difference] = {}  # sources that alone are better than the fitted blend
     fallback: ItemKNNFallback | None = None  # None = there is no ItemKNN, or no validation
@@ -83,7 +100,7 @@ class ChosenBlend(NamedTuple):
         """
         if self.fallback is not None and self.fallback.is_served:
             return self.fallback.counted(log, self.task)
-        blend = count_blend(log, self.task, self.kind)
+        blend = count_blend(log, self.task, self.kind, self.decay)
         return blend if self.weights is None else replace(blend, weights=self.weights)
 
     def text(self) -> str:
@@ -93,7 +110,8 @@ class ChosenBlend(NamedTuple):
         assert self.weights is not None, "there is a validation"
         weights = ", ".join(f"{name} {weight:.2f}" for name, weight in self.weights.items())
         comparison = "" if self.fallback is None else f"; {self.fallback.text()}"
-        return f"score blend: {weights}; neighbours: {self.kind.name}{comparison}"
+        last = "" if self.decay else "; transitions: from the last event alone"
+        return f"score blend: {weights}; neighbours: {self.kind.name}{last}{comparison}"
 
 
 def choose_blend(
@@ -117,7 +135,7 @@ def choose_blend(
     log, targets = held_out
     if not targets:
         return ChosenBlend(task)
-    transitions = count_transitions(log, task)
+    transitions = choose_transitions(log, task, targets)
     kinds = count_kinds(log, counted_kinds)
     inputs = LogInputs(log, model)
     lists = list(
@@ -137,7 +155,27 @@ def choose_blend(
             served, log, own, targets
         )
         fallback = compare_with_item_knn(item_knn, blend, figures, log, own, targets)
-    return ChosenBlend(task, kind, served.weights, better, fallback)
+    return ChosenBlend(task, kind, served.decay, served.weights, better, fallback)
+
+
+def choose_transitions(log: InteractionLog, task: str, targets: Sequence[NextItem]) -> ScoreBlend:
+    """Count transitions from the last five events, or from the last one if that is better (step 0).
+
+    Args:
+        log: Log that holds the events; its trained ones are counted.
+        task: Name of the task that predicts the next item.
+        targets: Next items of the validation, at least one.
+    """
+    usual, last = (count_transitions(log, task, decay) for decay in (DECAY, LAST_ALONE))
+
+    def likelihood(counted: ScoreBlend) -> F64:
+        each = (
+            counted.transitions(log.items[log.starts[user] : event], log.items[event : event + 1])
+            for user, event in targets
+        )
+        return np.concatenate([*each]).astype(np.float64)
+
+    return last if is_above_0(likelihood(last) - likelihood(usual)) else usual
 
 
 FOLDS = 10  # cross-validation folds: each fold is ranked with weights fitted on the others
@@ -186,11 +224,6 @@ def choose_kind(
         ):
             best = other
     return best[0]
-
-
-def is_above_0(gaps: F64) -> bool:
-    """Whether the mean is above 0 by more than a standard error; False for an empty array."""
-    return len(gaps) > 0 and float(gaps.mean()) > float(gaps.std()) / len(gaps) ** 0.5
 
 
 def with_own_or_next(

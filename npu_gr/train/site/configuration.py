@@ -30,7 +30,8 @@ _MEANING = {
     "checkpoint": "folder of the decoder, a Hugging Face checkpoint",
     "catalogue": "items and their semantic IDs",
     "change_log": "log of changes by POST /v1/catalog/items; one instance a log",
-    "codes": "codes of each level of a semantic ID",
+    "codes": "tokens of each level of a semantic ID",
+    "normalise": "a token's probability is among the valid ones, as in the training",
     "max_beams": "largest beam width of a request",
     "beam_width": "default beam width of a request",
     "max_prompt_tokens": "longer histories are cut to their newest items",
@@ -50,6 +51,7 @@ def configuration(
     options: SiteOptions,
     cascade: SiteCascade,
     *,
+    node_count: tuple[int, ...] = (),
     is_evaluated: bool = False,
     attribute: str = "brand",
 ) -> str:
@@ -60,6 +62,7 @@ def configuration(
         made_by: Command line that made the site.
         options: Options of the site.
         cascade: Sources and order of `recommend`.
+        node_count: Nodes of each level that are the generator's tokens; empty = the codes are.
         is_evaluated: Whether to serve the evaluated models, which were trained without the newest
             events.
         attribute: A feature of the items, for the example of a rule.
@@ -127,7 +130,12 @@ def configuration(
         "",
     ]
     if "generator" not in options.without:
-        generate = section(options.generate.code_count, options.generate, site / "generator" / own)
+        generate = section(
+            node_count or options.generate.code_count,
+            "valid" if node_count else "vocabulary",
+            options.generate,
+            site / "generator" / own,
+        )
         if not is_evaluated:  # outside of the folder that the next training replaces
             generate["change_log"] = str(site / "catalogue.changes")
         lines += [

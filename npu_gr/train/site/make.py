@@ -240,7 +240,9 @@ def _train(
         staged = folder.finished(name)
         live = served.parts.get(name) if served and (folder.place / name).is_dir() else None
         can_start = trains_on and live is not None and name != "vectors"  # those are counted
-        start = Start(folder.place, live.version) if live is not None and can_start else None
+        start = None
+        if live is not None and can_start:
+            start = Start(folder.place, live.version, live.code_count)
         if _is_same(live, made_from[name], trains_on=trains_on):
             folder.discard(name)
             parts[name] = live
@@ -314,8 +316,9 @@ def _finish(
     cascade = _cascade(folder, made_by, log, options, parts, served)
     features = dataset.manifest["features"]
     attribute = next((one["name"] for one in features if one["kind"] == "one"), "brand")
-    configured = configuration(site, made_by, options, cascade, attribute=attribute).encode()
-    evaluated = configuration(site, made_by, options, cascade, is_evaluated=True).encode()
+    of_site = partial(configuration, site, made_by, options, cascade, node_count=_nodes(parts))
+    configured = of_site(attribute=attribute).encode()
+    evaluated = of_site(is_evaluated=True).encode()
     for name, text in ((SERVE, configured), (EVALUATED_CONFIG, evaluated)):
         # check that the configuration loads, before it gets into service
         load(folder.write(name, text))
@@ -353,6 +356,10 @@ def _finish(
         [*made, POPULAR, NEW_SERVE if is_changed else SERVE, EVALUATED_CONFIG, README, REPORT]
     )
     return report
+
+
+def _nodes(parts: dict[PartName, PartReport]) -> tuple[int, ...]:
+    return parts["generator"].node_count if "generator" in parts else ()
 
 
 def _cascade(
@@ -398,7 +405,9 @@ def _cascade(
     )
     path = folder.write(
         EVALUATED_CONFIG,
-        configuration(folder.place, made_by, options, usual, is_evaluated=True).encode(),
+        configuration(
+            folder.place, made_by, options, usual, node_count=_nodes(parts), is_evaluated=True
+        ).encode(),
     )
     tested = _tested(folder)
     try:
@@ -451,7 +460,10 @@ def _without_choice(
     verdict = verdict_of_ranker(test)
     rows = np.arange(len(test.users))
     simple = {
-        source: test.ranks[name] for source, name in SIMPLE_SOURCES.items() if name in test.ranks
+        source: test.ranks[name]
+        for source, name in SIMPLE_SOURCES.items()
+        # it finds what the user had, and nothing else
+        if name in test.ranks and not (usual.exclude_seen and source == "history")
     }
     if verdict.is_better or not len(rows) or not simple:
         return msgspec.structs.replace(usual, verdict=verdict)

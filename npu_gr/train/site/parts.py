@@ -15,9 +15,9 @@ from npu_gr.history_store.interactions import ItemValues
 from npu_gr.model.hf_files import version
 from npu_gr.model.weights import Checkpoint, load, save
 from npu_gr.train.data import TESTED, Split
-from npu_gr.train.generate.publish import CATALOGUE, publish
+from npu_gr.train.generate.publish import publish, start_at
 from npu_gr.train.generate.train import SPLIT, TrainedGenerator, both_codes, train_generator
-from npu_gr.train.generate.warm import GeneratorStart, GeneratorStarts, KnownItems
+from npu_gr.train.generate.warm import GeneratorStarts, KnownItems
 from npu_gr.train.options import CONFIGURATION, warm
 from npu_gr.train.rank.options import Task
 from npu_gr.train.rank.train import RankerCodes, train_rank
@@ -52,6 +52,7 @@ class _Trained(NamedTuple):
     words: tuple[str, ...] = ()
     tasks: tuple[Task, ...] = ()
     code_count: tuple[int, ...] = ()
+    node_count: tuple[int, ...] = ()
 
 
 class Start(NamedTuple):
@@ -59,6 +60,7 @@ class Start(NamedTuple):
 
     site: Path  # folder of the site
     version: str  # of the model
+    code_count: tuple[int, ...]  # of a generator: codes of each level
 
 
 class Part(NamedTuple):
@@ -66,7 +68,7 @@ class Part(NamedTuple):
 
     options: Callable[[SiteOptions], object]  # the options that decide the model
     # trains it, and writes a folder
-    train: Callable[[Dataset, SiteOptions, Path, Show, TrainingStates, Path | None], _Trained]
+    train: Callable[[Dataset, SiteOptions, Path, Show, TrainingStates, Start | None], _Trained]
 
 
 def train_part(
@@ -97,8 +99,7 @@ def train_part(
     dataset = read_dataset(data)
     dataset.names.save(folder)  # first, because a version covers all files of the folder
     states = TrainingStates(folder.with_name(f"{name}.states"), f"{made_from} {start}")
-    place = None if start is None else start.site
-    trained = PARTS[name].train(dataset, options, folder, show, states, place)
+    trained = PARTS[name].train(dataset, options, folder, show, states, start)
     states.remove()
     return PartReport(
         made_from=made_from,
@@ -114,6 +115,7 @@ def train_part(
         started_from="" if start is None else start.version,
         tasks=trained.tasks,
         code_count=trained.code_count,
+        node_count=trained.node_count,
     )
 
 
@@ -123,7 +125,7 @@ def _ranker(
     folder: Path,
     show: Show,
     states: TrainingStates,
-    site: Path | None,
+    before: Start | None,
 ) -> _Trained:
     def keep(checkpoint: Checkpoint) -> None:
         dataset.names.save(folder / EVALUATED)
@@ -135,9 +137,9 @@ def _ranker(
     codes: RankerCodes | None = None
     start: RankerStart | None = None
     own = options.rank
-    if site is not None:
+    if before is not None:
         own = msgspec.structs.replace(own, epochs=warm(own.epochs))
-        ranker = site / "ranker"
+        ranker = before.site / "ranker"
         start = RankerStart(load(ranker / EVALUATED), load(ranker))
     if not features:
         known: tuple[KnownItems | None, KnownItems | None] = (None, None)
@@ -172,7 +174,7 @@ def _generator(
     folder: Path,
     show: Show,
     states: TrainingStates,
-    site: Path | None,
+    before: Start | None,
 ) -> _Trained:
     features = dataset.item_features()
 
@@ -181,12 +183,13 @@ def _generator(
         _publish(trained, features, options, folder / EVALUATED)
 
     own, start = options.generate, None
-    if site is not None:
+    if before is not None:
         epochs = warm(own.epochs)
         every = min(own.validate_every, epochs)
         own = msgspec.structs.replace(own, epochs=epochs, validate_every=every)
-        folders = site / "generator" / EVALUATED, site / "generator"
-        start = GeneratorStarts(*(GeneratorStart.read(one, CATALOGUE) for one in folders))
+        folders = before.site / "generator" / EVALUATED, before.site / "generator"
+        count = before.code_count or own.code_count
+        start = GeneratorStarts(*(start_at(one, count) for one in folders))
     rank = SharedBaselines(folder.parent)
     trained = train_generator(
         dataset.interactions(), features, own, None, show, keep, states, start, rank
@@ -201,6 +204,7 @@ def _generator(
         generator_figures(report),
         warning_of(report.comparison()),
         code_count=own.code_count,
+        node_count=() if trained.codes.given is None else trained.codes.code_count,
     )
 
 
@@ -210,7 +214,7 @@ def _vectors(
     folder: Path,
     show: Show,
     _states: TrainingStates,
-    _site: Path | None,
+    _before: Start | None,
 ) -> _Trained:
     def keep(trained: TrainedRetriever) -> None:
         dataset.names.save(folder / EVALUATED)

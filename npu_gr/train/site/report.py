@@ -48,6 +48,7 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
     started_from: str = ""  # version of the model that was trained on; "" = random weights
     tasks: tuple[Task, ...] = ()  # of the ranker
     code_count: tuple[int, ...] = ()  # of the generator: codes of each level
+    node_count: tuple[int, ...] = ()  # nodes of each level; empty = its tokens are the codes
     warning: str = ""  # set if the model is not better than a baseline, or than a part of it
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -23,7 +24,14 @@ from npu_gr.service.app import instance
 from npu_gr.service.config import load
 from npu_gr.train.data import Window, batches, build_log
 from npu_gr.train.generate.codes import ItemCodes, item_vectors, read_codes
-from npu_gr.train.generate.nodes import NodeDecoder, SiblingLoss, encode, next_logits, nodes_of
+from npu_gr.train.generate.nodes import (
+    NodeDecoder,
+    SiblingLoss,
+    encode,
+    next_logits,
+    node_count,
+    nodes_of,
+)
 from npu_gr.train.generate.publish import GIVEN_CODES, publish
 from npu_gr.train.generate.train import (
     COOCCURRENCE_WINDOW,
@@ -66,8 +74,9 @@ def test_two_items_share_a_node_if_and_only_if_their_codes_begin_alike(
     codes = ItemCodes(sids, tuple(int(level.max()) + 1 for level in sids.T))
     nodes = nodes_of(codes)
     assert nodes.given is codes
-    assert nodes.code_count == tuple(codes.num_prefixes())
-    for level, count in enumerate(nodes.code_count):
+    assert nodes.code_count == node_count(codes.code_count, len(sids))
+    for level, count in enumerate(codes.num_prefixes()):
+        assert count <= nodes.code_count[level] < 2 * len(sids)
         beginnings, want = np.unique(sids[:, : level + 1], axis=0, return_inverse=True)
         assert len(beginnings) == count
         assert np.array_equal(nodes.sids[:, level], want.ravel())
@@ -107,6 +116,39 @@ def test_the_loss_is_the_surprise_among_siblings(trained: TrainedGenerator) -> N
             item, level = divmod(place, 3)
             surprise -= chance(model, codes, rows[place - 1], sids[item].tolist(), level)
     assert SiblingLoss(codes)(nodes, batch, 0.0).item() == pytest.approx(surprise / 16, rel=1e-5)
+
+
+def test_nodes_keep_their_numbers_and_new_ones_get_free_ones() -> None:
+    rows = np.array([[0, 1], [0, 3], [2, 0], [3, 3]], np.int32)
+    kept = np.array([[1, 3], [1, 0], [-1, -1], [0, 2]], np.int32)
+    nodes = nodes_of(ItemCodes(rows, (4, 4)), kept)
+    assert nodes.code_count == (4, 4)
+    assert nodes.sids.tolist() == [[1, 3], [1, 0], [2, 1], [0, 2]]
+    too_large = nodes_of(ItemCodes(rows, (4, 4)), kept + np.int32(3))
+    assert too_large.sids.tolist() == [[0, 0], [0, 1], [1, 2], [2, 3]], "numbered anew"
+
+
+def test_the_numbers_of_nodes_make_no_difference(trained: TrainedGenerator) -> None:
+    """The same rows under other numbers give the same loss."""
+    log, codes = trained.log, trained.codes
+    assert codes.given is not None
+    random = np.random.default_rng(0)
+    numbers = [random.permutation(count).astype(np.int32) for count in codes.code_count]
+    kept = np.stack([of[codes.sids[:, level]] for level, of in enumerate(numbers)], axis=1)
+    others = nodes_of(codes.given, kept)
+    assert np.array_equal(others.sids, kept)
+    base = np.array(Codebooks.stacked(codes.code_count).vocab_base)
+    other = NodeDecoder(copy.deepcopy(trained.model), others, torch.Generator().manual_seed(1))
+    nodes = NodeDecoder(trained.model, codes, torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        table = other.decoder.embedding.weight
+        for level, of in enumerate(numbers):
+            table[base[level] + of.astype(np.int64)] = trained.model.embedding.weight[
+                base[level] : base[level] + len(of)
+            ]
+    (batch,) = batches(log, [Window(int(log.starts[user]), 7) for user in range(4)], 100)
+    losses = [SiblingLoss(of)(model, batch, 0.0) for of, model in ((codes, nodes), (others, other))]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
 
 
 def test_the_folded_table_gives_the_logits_of_the_sums(trained: TrainedGenerator) -> None:
@@ -195,7 +237,7 @@ def test_the_rule_is_learnt_with_codes_that_know_nothing_of_it(trained: TrainedG
     assert report.own.hr_at_10 > popularity.hr_at_10 + 0.3
     assert report.own.invalid_ratio == 0
     assert report.made.endswith(
-        f"ready-made; a token for each of the {sum(trained.codes.code_count)} prefixes"
+        f"ready-made; a token for each of the {sum(trained.codes.num_prefixes())} prefixes"
     )
 
 
@@ -221,7 +263,7 @@ async def test_a_service_answers_the_given_paths_by_the_measure_of_the_training(
     )
     sids = read_items(folder / "items.jsonl").sids
     trie = build_trie(sids, trained.log.item_ids, Codebooks.stacked(trained.codes.code_count))
-    assert [len(level) for level in trie.token] == list(trained.codes.code_count)
+    assert [len(level) for level in trie.token] == trained.codes.num_prefixes()
     overrides = ["server.port=0", "server.drain_grace_s=0.1", "generate.hbm_bytes=4000000"]
     config = load(
         folder / "serve.yaml", [*overrides, f"history_store.path={tmp_path / 'history.db'}"]

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from npu_gr.history_store.interactions import Interactions
 from npu_gr.model.blend import (
     DECAY,
+    LAST_ALONE,
     LAST_EVENTS,
     OWN_OR_NEXT,
     PRIOR,
@@ -32,7 +34,7 @@ from npu_gr.train.rank.blend import (
     fit_blend,
     retrieved_lists,
 )
-from npu_gr.train.rank.blend_choice import with_own_or_next
+from npu_gr.train.rank.blend_choice import choose_transitions, with_own_or_next
 from npu_gr.train.rank.fit import new_model
 from npu_gr.train.rank.inputs import LogInputs
 from npu_gr.train.rank.options import LIKE, NEXT, TrainOptions
@@ -45,7 +47,7 @@ def log() -> InteractionLog:
     return build_log(planted(), [], "leave-one-out")
 
 
-def by_definition(log: InteractionLog) -> F64:
+def by_definition(log: InteractionLog, decay: float = DECAY) -> F64:
     """P(column | row), counted pair by pair."""
     counts = np.zeros((log.num_items, log.num_items))
     uses = np.zeros(log.num_items)
@@ -54,18 +56,39 @@ def by_definition(log: InteractionLog) -> F64:
         for place, item in enumerate(events):
             uses[item] += 1
             for lag, later in enumerate(events[place + 1 : place + 1 + LAST_EVENTS]):
-                counts[item, later] += DECAY**lag
+                counts[item, later] += decay**lag
     share = (uses + 1) / (uses.sum() + log.num_items)
     table: F64 = (counts + PRIOR * share) / (counts.sum(1, keepdims=True) + PRIOR)
     return table
 
 
-def test_transitions_are_counted_by_their_formula(log: InteractionLog) -> None:
-    order = count_transitions(log, "next")
-    table = by_definition(log)
+@pytest.mark.parametrize("decay", [DECAY, LAST_ALONE])
+def test_transitions_are_counted_by_their_formula(log: InteractionLog, decay: float) -> None:
+    order = count_transitions(log, "next", decay)
+    table = by_definition(log, decay)
     for item in range(NUM_ITEMS):
         got = np.exp(order.transitions(np.array([item]), np.arange(NUM_ITEMS)))
         np.testing.assert_allclose(got, table[item], rtol=1e-4)
+
+
+@pytest.mark.parametrize(("apart", "decay"), [(1, LAST_ALONE), (2, DECAY)])
+def test_the_validation_says_whether_the_last_event_alone_counts(apart: int, decay: float) -> None:
+    """By a rule, half of the items follow the item so many events before."""
+    random = np.random.default_rng(0)
+    num_users, num_events = 60, 30
+    items = random.integers(NUM_ITEMS, size=(num_users, num_events))
+    for place in range(apart, num_events):
+        follows = random.random(num_users) < 0.5
+        items[follows, place] = (items[follows, place - apart] * 7 + 3) % NUM_ITEMS
+    interactions = Interactions(
+        np.tile(np.arange(num_users, dtype=np.int32), num_events),
+        items.T.ravel(),
+        np.ones(items.size),
+        np.repeat(np.arange(num_events), num_users),
+        [f"u{user}" for user in range(num_users)],
+    )
+    log = build_log(interactions, [], "leave-one-out").without_last()
+    assert choose_transitions(log, "next", log.next_items()).decay == decay
 
 
 def test_the_most_probable_successors_are_kept(

@@ -11,8 +11,9 @@ import torch
 from npu_gr.catalogue.records import read_items
 from npu_gr.core.settings import override
 from npu_gr.dataset.build import add, prepare
+from npu_gr.model import hf
 from npu_gr.model.weights import load
-from npu_gr.train.site.configuration import PRESETS, PartName
+from npu_gr.train.site.configuration import PRESETS, PartName, SiteOptions
 from npu_gr.train.site.parts import EVALUATED, PARTS, Start, train_part
 from npu_gr.train.site.report import PartReport
 from npu_gr.train.steps import TrainingProgress
@@ -37,11 +38,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    data: Path, site: Path, name: PartName, start: Start | None = None
+    data: Path,
+    site: Path,
+    name: PartName,
+    start: Start | None = None,
+    options: SiteOptions = OPTIONS,
 ) -> tuple[PartReport, list[TrainingProgress]]:
     (site / name).mkdir(parents=True)
     seen: list[TrainingProgress] = []
-    report = train_part(name, data, OPTIONS, site / name, "digest", start, seen.append)
+    report = train_part(name, data, options, site / name, "digest", start, seen.append)
     return report, seen
 
 
@@ -69,36 +74,65 @@ def test_two_trainings_give_equal_files(
         assert (site / path).read_bytes() == (tmp_path / path).read_bytes(), path
 
 
-def test_a_new_day_is_trained_on_and_items_keep_their_codes(
-    tmp_path: Path, data: Path, site: Path
-) -> None:
-    log = tmp_path / "day.csv"
+def with_a_new_day(data: Path, folder: Path) -> Path:
+    """Copy the dataset, and add a day with a new item."""
+    log = folder / "day.csv"
     log.write_text(
         "user_id,item_id,event,timestamp\nu1,i3,buy,1700009000\nu1,new,view,1700009001\n"
         "u2,new,view,1700009002\nu2,i3,view,1700009003\n"
     )
-    prepare(data.parent / "log.csv", tmp_path / "data")
-    add(log, tmp_path / "data")
+    prepare(data.parent / "log.csv", folder / "data")
+    add(log, folder / "data")
+    return folder / "data"
+
+
+def sids_of(generator: Path) -> dict[int, list[int]]:
+    items = read_items(generator / "items.jsonl")
+    return dict(zip(items.item_ids.tolist(), items.sids.tolist(), strict=True))
+
+
+def test_nodes_keep_their_numbers_and_rows_on_a_new_day(tmp_path: Path, data: Path) -> None:
+    """Also the ranker has codes, not nodes; a configuration serves the nodes of both nights."""
+    options = override(OPTIONS, ["generate.own_tokens=nodes", "generate.learning_rate=1e-12"])
+    place = tmp_path / "site"
+    before, _ = train(data, place, "generator", options=options)
+    start = Start(place, "before", before.code_count)
+    today = with_a_new_day(data, tmp_path)
+    after, _ = train(today, tmp_path / "new", "generator", start, options)
+    assert before.node_count == after.node_count == (16, 32), "there is room for the new item"
+    train(today, tmp_path / "new", "ranker", options=options)
+    ranker = load(tmp_path / "new" / "ranker")
+    assert ranker.model.config.item_codes == before.code_count
+    for own in (EVALUATED, ""):
+        old, new = (site / "generator" / own for site in (place, tmp_path / "new"))
+        kept = sids_of(old)
+        assert {item: sid for item, sid in sids_of(new).items() if item in kept} == kept
+        tables = [hf.load(folder).embedding.weight for folder in (old, new)]
+        rows = [16 + sid[1] for sid in kept.values()]
+        assert torch.allclose(tables[0][rows], tables[1][rows], atol=1e-6)
+
+
+def test_a_new_day_is_trained_on_and_items_keep_their_codes(
+    tmp_path: Path, data: Path, site: Path
+) -> None:
+    today = with_a_new_day(data, tmp_path)
     alone = tmp_path / "alone"  # a site may have no generator; the ranker keeps its codes
     alone.mkdir()
     (alone / "ranker").symlink_to(site / "ranker")
     for name, place in (("generator", site), ("ranker", alone)):
-        start = Start(place, "before")
-        report, seen = train(tmp_path / "data", tmp_path / "new", name, start)  # type: ignore[arg-type]
+        start = Start(place, "before", ())
+        report, seen = train(today, tmp_path / "new", name, start)  # type: ignore[arg-type]
         assert report.started_from == "before"
         assert {step.total for step in seen if "train" in step.stage} == {1}
     sids: dict[int, list[int]] = {}
     for own in (EVALUATED, ""):
-        before = read_items(site / "generator" / own / "items.jsonl")
-        after = read_items(tmp_path / "new" / "generator" / own / "items.jsonl")
-        sids = dict(zip(after.item_ids.tolist(), after.sids.tolist(), strict=True))
+        before = sids_of(site / "generator" / own)
+        sids = sids_of(tmp_path / "new" / "generator" / own)
         assert len(sids) == len(before) + 1
-        for item, sid in zip(before.item_ids.tolist(), before.sids.tolist(), strict=True):
-            assert sids[item] == sid
+        assert {item: sid for item, sid in sids.items() if item in before} == before
     ranker = load(tmp_path / "new" / "ranker")
     evaluated = load(tmp_path / "new" / "ranker" / EVALUATED)
-    first = read_items(tmp_path / "new" / "generator" / EVALUATED / "items.jsonl")
-    of_item = dict(zip(first.item_ids.tolist(), first.sids.tolist(), strict=True))
+    of_item = sids_of(tmp_path / "new" / "generator" / EVALUATED)
     assert evaluated.model.codes.of_item.tolist() == [
         of_item[item] for item in evaluated.item_ids.tolist()
     ]

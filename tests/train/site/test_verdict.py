@@ -118,9 +118,10 @@ def test_of_too_few_users_there_is_no_verdict() -> None:
 def test_without_a_choice_the_ranker_is_served_only_if_it_beats_every_baseline(
     ranker: float, source: str
 ) -> None:
-    shares = {"popularity": 0.1, "decayed transitions": 0.25, "ItemKNN": 0.3}
+    own = "own recency and frequency"  # what a user had is left out of the answers
+    shares = {"popularity": 0.1, "decayed transitions": 0.25, "ItemKNN": 0.3, own: 0.3}
     test = ranks_of(ranker=ranker, **shares)
-    sources = {"shared_encoder": 200, "transitions": 100, "neighbours": 90}
+    sources = {"shared_encoder": 200, "transitions": 100, "neighbours": 90, "history": 80}
     usual = SiteCascade(sources={"shared_encoder": 200}, order="blended")
     cascade = _without_choice(usual, sources, test)  # type: ignore[arg-type]
     assert cascade.verdict == verdict_of_ranker(test, source)
