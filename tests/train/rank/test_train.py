@@ -143,7 +143,8 @@ def test_what_is_kept_for_validation_and_test_is_not_trained_on() -> None:
     assert one.order.weights != both.order.weights
     # the validation is counted once the weights are fitted
     trained = build_log(log, [], "leave-one-out")
-    assert np.array_equal(one.order.log_prob, count_transitions(trained, "next").log_prob)
+    counted = count_transitions(trained, "next", one.order.decay)
+    assert np.array_equal(one.order.log_prob, counted.log_prob)
     assert one.order.neighbours is not None
     named = [kind for kind in KINDS if f"neighbours: {kind.name}" in how.fitting]
     kind = max(named, key=lambda kind: len(kind.name))  # "last 5" is a part of "last 500"
