@@ -28,8 +28,9 @@ from npu_gr.core.request import SourceName
 from npu_gr.core.settings import override
 from npu_gr.dataset.files import Dataset, read_dataset
 from npu_gr.history_store.interactions import Interactions
+from npu_gr.model.blend import DECAY, load_blend
 from npu_gr.service.config import load
-from npu_gr.train.baselines import DecayedTransitions, OwnHistory
+from npu_gr.train.baselines import DecayedTransitions, Markov, OwnHistory
 from npu_gr.train.cascade import (
     TOP,
     NextEventCase,
@@ -428,7 +429,9 @@ def _cascade(
         excludes = choice.seen["recommend"].excludes
     test = NextItemTest.read(ranker, exclude_seen=excludes)
     if choice is None:
-        return usual if test is None else _without_choice(usual, sources, test)
+        blend = load_blend(ranker)
+        decay = DECAY if blend is None else blend.decay
+        return usual if test is None else _without_choice(usual, sources, test, decay)
     users = selection_cases(log, options.selection_users, tested)
     evaluates = np.flatnonzero(~choosing_half(len(choice.places)))
     return msgspec.structs.replace(
@@ -445,23 +448,24 @@ def _cascade(
     )
 
 
-SIMPLE_SOURCES: dict[SourceName, str] = {
-    "history": OwnHistory.name,
-    "transitions": DecayedTransitions.name,
-    "neighbours": "ItemKNN",
-}
-"""Sources that count events -> the baseline that ranks by the same counts."""
-
-
 def _without_choice(
-    usual: SiteCascade, sources: Mapping[SourceName, int], test: NextItemTest
+    usual: SiteCascade, sources: Mapping[SourceName, int], test: NextItemTest, decay: float
 ) -> SiteCascade:
-    """Serve the ranker if it beats the baselines, else the strongest of `SIMPLE_SOURCES`."""
+    """Serve the ranker if it beats the baselines, else the strongest source that counts events.
+
+    `decay` is that of the ranker's transitions.
+    """
+    # source -> the baseline that ranks by the same counts
+    baselines: dict[SourceName, str] = {
+        "history": OwnHistory.name,
+        "transitions": DecayedTransitions.name if decay else Markov.name,
+        "neighbours": "ItemKNN",
+    }
     verdict = verdict_of_ranker(test)
     rows = np.arange(len(test.users))
     simple = {
         source: test.ranks[name]
-        for source, name in SIMPLE_SOURCES.items()
+        for source, name in baselines.items()
         # it finds what the user had, and nothing else
         if name in test.ranks and not (usual.exclude_seen and source == "history")
     }

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from npu_gr.model.blend import DECAY, LAST_ALONE
 from npu_gr.train.cascade import (
     EVALUATED_USERS,
     MISSED,
@@ -113,21 +114,30 @@ def test_of_too_few_users_there_is_no_verdict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranker", "source"), [(0.5, ""), (0.2, "neighbours"), (0.31, "neighbours")]
+    ("ranker", "decay", "source"),
+    [
+        (0.5, DECAY, ""),
+        (0.2, DECAY, "neighbours"),
+        (0.31, DECAY, "neighbours"),
+        (0.2, LAST_ALONE, "transitions"),
+    ],
 )
 def test_without_a_choice_the_ranker_is_served_only_if_it_beats_every_baseline(
-    ranker: float, source: str
+    ranker: float, decay: float, source: str
 ) -> None:
     own = "own recency and frequency"  # what a user had is left out of the answers
     shares = {"popularity": 0.1, "decayed transitions": 0.25, "ItemKNN": 0.3, own: 0.3}
+    if not decay:  # then the source transitions is Markov counts
+        shares |= {"Markov counts": 0.35}
     test = ranks_of(ranker=ranker, **shares)
     sources = {"shared_encoder": 200, "transitions": 100, "neighbours": 90, "history": 80}
     usual = SiteCascade(sources={"shared_encoder": 200}, order="blended")
-    cascade = _without_choice(usual, sources, test)  # type: ignore[arg-type]
+    cascade = _without_choice(usual, sources, test, decay)  # type: ignore[arg-type]
     assert cascade.verdict == verdict_of_ranker(test, source)
     if source:
-        assert cascade.verdict.text.startswith("Verdict: serve neighbours alone, as configured: ")
-        assert (cascade.sources, cascade.order) == ({source: 90}, "retrieval")
+        assert cascade.verdict.text.startswith(f"Verdict: serve {source} alone, as configured: ")
+        alone = {source: sources[source]}
+        assert (cascade.sources, cascade.order) == (alone, "retrieval")
         assert "no model is shown to beat the baselines" in cascade.words[0]
     else:
         assert (cascade.sources, cascade.order) == (usual.sources, "blended")
