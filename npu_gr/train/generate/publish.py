@@ -185,8 +185,11 @@ def start_at(folder: Path, code_count: Sequence[int]) -> GeneratorStart:
     known, nodes = KnownItems(items.item_ids, items.sids), None
     count = tuple(code_count)
     if (path := folder / GIVEN_CODES).exists():
-        codes = json.loads(path.read_bytes())
-        sids = np.array([codes[str(item)] for item in items.item_ids.tolist()], np.int32)
+        try:
+            codes = json.loads(path.read_bytes())
+            sids = np.array([codes[str(item)] for item in items.item_ids.tolist()], np.int32)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DataError(f"{path}: are no codes of the items of {CATALOGUE}: {error}") from error
         known, nodes = KnownItems(items.item_ids, sids), items.sids
         count = node_count(code_count, len(sids))
     return GeneratorStart(known, nodes, count, hf.load(folder))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from npu_gr.catalogue.build import build_trie
 from npu_gr.catalogue.records import read_items
 from npu_gr.catalogue.trie import Codebooks
+from npu_gr.core.errors import DataError
 from npu_gr.model.decoder import Decoder
 from npu_gr.service.app import instance
 from npu_gr.service.config import load
@@ -32,7 +33,7 @@ from npu_gr.train.generate.nodes import (
     node_count,
     nodes_of,
 )
-from npu_gr.train.generate.publish import GIVEN_CODES, publish
+from npu_gr.train.generate.publish import GIVEN_CODES, publish, start_at
 from npu_gr.train.generate.train import (
     COOCCURRENCE_WINDOW,
     GeneratorEvaluator,
@@ -287,6 +288,21 @@ async def test_a_service_answers_the_given_paths_by_the_measure_of_the_training(
     # a request that names nothing denies what was had, so its siblings share what it had: at most
     # one, then
     assert np.exp(answers[""]["scores"]).sum() <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"10": [0, 0, 0]}'])
+def test_codes_that_are_not_those_of_the_items_are_named(
+    trained: TrainedGenerator, tmp_path: Path, text: str
+) -> None:
+    publish(trained, [], TINY, tmp_path)
+    assert trained.codes.given is not None
+    start = start_at(tmp_path, trained.codes.given.code_count)
+    assert np.array_equal(start.items.sids, trained.codes.given.sids)
+    assert start.nodes is not None
+    assert np.array_equal(start.nodes, trained.codes.sids)
+    (tmp_path / GIVEN_CODES).write_text(text)
+    with pytest.raises(DataError, match=r"given_codes\.json: are no codes of the items"):
+        start_at(tmp_path, trained.codes.given.code_count)
 
 
 def test_another_generator_takes_the_given_codes_away(
